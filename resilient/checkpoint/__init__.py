@@ -1,0 +1,1 @@
+"""Captured state: snapshots in memory, checkpoints on disk, and the proof that a restore is exact."""

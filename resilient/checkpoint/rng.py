@@ -1,0 +1,47 @@
+"""Every random stream of this rank: Python, NumPy, torch CPU, the current device, and the engine's trackers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """All streams of this rank as tensors and plain values that `torch.load(weights_only=True)` accepts."""
+    version, words, gauss = random.getstate()
+    name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "pos": int(pos),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state().clone(),
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).clone()
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Put all captured streams back. A stream that is missing is an error, never a silent reseed (BR-15)."""
+    python, numpy_state = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numpy_state["name"],
+            numpy_state["keys"].numpy().astype(np.uint32),
+            numpy_state["pos"],
+            numpy_state["has_gauss"],
+            numpy_state["cached"],
+        )
+    )
+    torch.set_rng_state(state["torch"])
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,124 @@
+"""The Engine protocol: what the coordinator needs from DeepSpeed, FSDP2 or DDP, and nothing more.
+
+One window of data is one optimizer step: `len(window)` micro-steps, then a gate, then `apply` or `skip`.
+
+    engine.begin_micro_step(i, n)      before the forward of micro-step i of n
+    engine.backward(loss)              mean over micro-steps, mean over ranks; reduces on the last micro-step
+    engine.taps()                      what was measured on the way (device tensors, no host sync)
+    --- the vote ---
+    engine.apply(grad_norm, knobs)     clip, optimizer step, LR schedule, clear gradients, count
+    engine.skip(overflow)              clear gradients; nothing else moves
+
+The engine never decides. `apply` and `skip` are called with the same arguments on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from resilient.signals import Knobs
+
+EngineState = dict[str, Any]
+"""Nested dict/list/tuple of CPU or device tensors and plain Python scalars/strings (loadable by `torch.load(weights_only=True)`)."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """conf/engine: which engine, and how.
+
+    precision: fp32 | bf16 | fp16. fp16 needs a DeepSpeed engine (its dynamic loss scaler).
+    deepspeed: passed through to deepspeed.initialize, unknown keys accepted.
+    """
+
+    name: Literal["ddp", "fsdp2", "deepspeed"]
+    zero_stage: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    bucket_mb: float = 1.0
+    initial_loss_scale_power: int = 16
+    deepspeed: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Measurements of one window, as 0-dim float tensors on the engine's device.
+
+    local_sq: sum of squares of this rank's own gradient before reduction, unscaled, as a gradient of this rank's mean
+        loss. Engines that reduce once per window report the accumulated gradient; engines that reduce every
+        micro-step (ZeRO 2, ZeRO 3) report the sum over micro-steps (see `per_micro_step`).
+    reduced_sq_share: this rank's share of the squared global norm after reduction, before clipping, unscaled;
+        the shares of all ranks sum to the whole (a replicated gradient counts 1/world on each rank).
+    buckets: how many gradient buckets the taps saw. 0 means the tap is not connected (BR-47).
+    """
+
+    local_sq: torch.Tensor
+    reduced_sq_share: torch.Tensor
+    buckets: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The engine's own bookkeeping, for the cross-check of BR-18.
+
+    steps: applied optimizer steps by the engine's count. skipped: steps it knows were refused.
+    schedule: position of the LR schedule (steps taken), or None without a schedule.
+    """
+
+    steps: int
+    skipped: int
+    schedule: int | None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One training engine, wrapped. All methods are called on every rank, in the same order."""
+
+    name: str
+    module: torch.nn.Module  # the user's module, for hooks and evaluation (forward goes through __call__)
+    device: torch.device
+    per_micro_step: bool  # True: reduces gradients on every micro-step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass through the wrapped model."""
+
+    def begin_micro_step(self, index: int, count: int) -> None:
+        """Announce micro-step `index` (0-based) of `count`, before its forward: sets gradient sync for the last one."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-step's loss. Gradients end up as the mean over micro-steps and ranks."""
+
+    def taps(self) -> Taps:
+        """Measurements of the window that just ended. Call once, after the last backward, before apply/skip."""
+
+    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+        """Clip to `clip * knobs.clip_factor` using `grad_norm`, step the optimizer with LR x `knobs.lr_factor`,
+        advance the LR schedule, clear gradients, count the step. The LR factor never leaks into the schedule."""
+
+    def skip(self, overflow: bool = False) -> None:
+        """A true skip: gradients cleared; weights, moments, LR schedule and step counters untouched; the engine's own
+        skipped-step count goes up by one. `overflow` additionally tells a dynamic loss scaler about an overflow."""
+
+    def lr(self) -> float:
+        """LR that the next optimizer step would use in group 0, before knobs."""
+
+    def loss_scale(self) -> float:
+        """Current loss scale, 1.0 when none is used."""
+
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale adapts by itself, so that overflows are expected now and then."""
+
+    def counters(self) -> Counters: ...
+
+    def capture(self) -> EngineState:
+        """Frozen clone of everything a bitwise replay needs on this rank except RNG and data: parameters or shards,
+        buffers, masters, optimizer state with integer steps, LR schedule, loss scaler, the engine's counters."""
+
+    def restore(self, state: EngineState) -> None:
+        """Put a captured state back into the live tensors (in place), drop stale gradients. State that did not exist
+        at capture (lazily created moments) is dropped again."""
+
+    def close(self) -> None:
+        """Remove every hook and patch. The wrapped objects work unguarded afterwards. Idempotent."""

@@ -1,0 +1,68 @@
+"""Named errors and the exit codes of DESIGN 8.
+
+Every error a person can cause or must act on is one of these. `exit_code` is what the process ends
+with when the error reaches the command line, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a supervisor may conclude from a process's exit status."""
+
+    DONE = 0
+    BAD_CONFIG = 64
+    RESTART = 75
+    RESTART_EXCLUDING = 76
+    NEEDS_PERSON = 77
+    PREEMPTED = 78
+
+
+class ResilientError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+    exit_code: ExitCode = ExitCode.NEEDS_PERSON
+
+
+class ConfigError(ResilientError):
+    """The configuration cannot be used. The message names the full key and the nearest valid one."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+
+class GuardError(ResilientError):
+    """The guard itself broke (exchange timed out, a detector raised, the journal cannot be written)."""
+
+
+class RankDisagreement(ResilientError):
+    """Two ranks decided differently on what should have been the same table."""
+
+
+class ScheduleMismatch(ResilientError):
+    """LR or schedule position is not what the optimizer-step count implies (BR-09, BR-10)."""
+
+
+class CounterMismatch(ResilientError):
+    """Step, engine, schedule and data positions do not agree at a quiescent point (BR-18, BR-19)."""
+
+
+class DataPositionError(ResilientError):
+    """The data position cannot be restored, or is not where it is said to be (BR-11, BR-13)."""
+
+
+class MonitorBlind(ResilientError):
+    """A registered statistic never received a value on some rank (BR-47)."""
+
+
+class CheckpointError(ResilientError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another run, world or engine."""
+
+
+class NothingUsable(CheckpointError):
+    """Traces of training but no usable checkpoint: never restarted from zero in silence (BR-25)."""
+
+
+class StopRequested(ResilientError):
+    """The policy decided to stop; the report says why."""

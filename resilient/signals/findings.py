@@ -1,0 +1,98 @@
+"""The vocabulary between detectors, diagnosis and policies: Finding -> Verdict -> Decision.
+
+It lives with the signals because detectors, diagnosis and policies all speak it and never import each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any, Literal
+
+from resilient.signals.places import Place
+
+Cause = Literal["data", "optimizer", "precision", "compute", "communication", "unknown"]
+Action = Literal["apply", "skip", "rollback", "stop"]
+
+
+class Severity(IntEnum):
+    """How much a finding matters: watch (noted), warn (tell a person), act (a policy may refuse the step)."""
+
+    WATCH = 1
+    WARN = 2
+    ACT = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one detector reports about one attempt."""
+
+    detector: str
+    signal: str
+    severity: Severity
+    score: float  # in the detector's own unit, usually robust sigmas; may be inf
+    step: int
+    onset_step: int  # first step at which this was off
+    ranks: tuple[int, ...] = ()  # empty: all ranks together
+    place: Place | None = None
+    value: float | None = None
+    reference: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the findings of one attempt mean."""
+
+    cause: Cause
+    severity: Severity
+    ranks: tuple[int, ...]
+    onset_step: int
+    confidence: float  # 0..1
+    evidence: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    place: Place | None = None
+    scale_overflow: bool = False  # an ordinary fp16 loss-scale overflow: the scaler's business, not an incident
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What is in effect for one optimizer step, on top of the schedule and the configured clip."""
+
+    lr_factor: float = 1.0
+    clip_factor: float = 1.0
+    betas: tuple[float, float] | None = None
+
+    @property
+    def neutral(self) -> bool:
+        return self == Knobs()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the attempt. Taken by every rank for itself from the same table."""
+
+    action: Action
+    step: int
+    attempt: int
+    knobs: Knobs = field(default_factory=Knobs)
+    reason: str = ""
+    cause: Cause | None = None
+    ranks: tuple[int, ...] = ()
+    place: Place | None = None
+    onset_step: int | None = None
+    skip_data: bool = False  # rollback: do not train on the window from onset to now again
+    overflow: bool = False  # skip: tell the loss scaler that this was an overflow
+    incident: bool = False  # something a person wants to know
+    would: Action | None = None  # observe mode: what would have been done
+
+    def digest(self) -> float:
+        """48 bits of the decision, exact in a float64: a column of the next table, compared on all ranks."""
+        text = json.dumps(asdict(self), sort_keys=True, default=str)
+        return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+
+    def as_event(self) -> dict[str, Any]:
+        """Plain JSON types for the journal."""
+        return json.loads(json.dumps(asdict(self), default=str))

@@ -1,0 +1,223 @@
+"""What one rank measures of one attempt, and how all ranks' measurements travel and are read.
+
+`StepRecord` (one rank) -> `pack` (a float64 row on the device) -> one all-reduce (coordinator/exchange)
+-> `StepTable` (all ranks, numpy) -> `Observation` (what detectors read, also built from log files).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+
+from resilient.signals.places import Place
+
+# The wire format: one float64 per name, in this order. float64 keeps integers exact up to 2**53, so counters and
+# 48-bit digests ride along unharmed. Append only; every reader goes by name.
+COLUMNS: tuple[str, ...] = (
+    "kind",  # Kind: what this row is for; all ranks must send the same
+    "step",  # optimizer step being attempted, 1-based
+    "attempt",  # attempts since the run began, 1-based, never decreases
+    "loss",  # mean over micro-steps, raw: NaN and Inf are kept
+    "loss_max",  # largest micro-step loss
+    "tokens",  # tokens that carry loss in this window on this rank
+    "local_grad_norm",  # L2 of this rank's own gradient before reduction, unscaled
+    "reduced_sq_share",  # this rank's share of ||g||^2 after reduction, before clipping, unscaled; shares add up to the whole
+    "nonfinite_forward",  # micro-steps whose model output was not finite
+    "nonfinite_loss",  # micro-steps whose loss was not finite although the output was
+    "nonfinite_backward",  # 1 if the local gradient was not finite although the loss was
+    "logit_max",  # peak |output| over the window
+    "attention_entropy",  # mean over probed layers, nats; NaN when not probed on this step
+    "loss_scale",  # 1 when none is used
+    "lr",  # of group 0, as the optimizer would use it now
+    "compute_s",  # forward + backward wall time
+    "wait_s",  # time waiting for data
+    "has_next",  # 1 if this rank holds the next window of data
+    "next_tokens",  # tokens that carry loss in that next window
+    "digest",  # of the decision taken on the previous table (48 bits)
+    "flags",  # Flag bits: what this rank has to tell the others
+)
+INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
+
+
+class Kind:
+    """Values of the `kind` column. Rows of different kinds in one table mean that ranks are out of step."""
+
+    STEP = 1.0
+    CONFIRM = 2.0
+    HELLO = 3.0
+    VOTE = 4.0
+
+
+class Flag:
+    """Bits of the `flags` column: facts only one rank may know that all must act on together."""
+
+    GUARD_FAILED = 1 << 0  # this rank's guard broke: everybody goes on unguarded, together
+    TELEMETRY_FAILED = 1 << 1  # this rank cannot write its journal
+    PREEMPTED = 1 << 2  # this rank received TERM or USR1
+    BLIND = 1 << 3  # a registered tap never reported on this rank
+    SCHEDULE = 1 << 4  # LR or schedule position is wrong on this rank
+    COUNTERS = 1 << 5  # engine, step and data positions disagree on this rank
+    CHECKPOINT = 1 << 6  # this rank was asked to checkpoint at the next quiescent point
+    NO = 1 << 7  # in a VOTE: this rank votes no
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One rank's measurements of one attempt. Values are Python floats or 0-dim tensors still on the device:
+    `pack` brings all of them over in one copy, so filling a record never synchronises with the host."""
+
+    step: int
+    attempt: int
+    kind: float = Kind.STEP
+    loss: Any = math.nan
+    loss_max: Any = math.nan
+    tokens: float = 0.0
+    local_grad_norm: Any = 0.0
+    reduced_sq_share: Any = 0.0
+    nonfinite_forward: Any = 0.0
+    nonfinite_loss: Any = 0.0
+    nonfinite_backward: Any = 0.0
+    logit_max: Any = 0.0
+    attention_entropy: Any = math.nan
+    loss_scale: float = 1.0
+    lr: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    has_next: float = 1.0
+    next_tokens: float = 0.0
+    digest: float = 0.0
+    flags: int = 0
+
+    def values(self) -> list[Any]:
+        """The record in COLUMNS order."""
+        return [getattr(self, name) for name in COLUMNS]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a detector sees of one attempt: named global signals and, inside a live run, per-rank values.
+
+    values: signal -> float, may be NaN or Inf (detectors must sanitise).
+    per_rank: signal -> float64 array of shape (world,).
+    peers: peer groups, tuples of global ranks that differ only in data; ranks are compared inside a group only.
+    """
+
+    step: int
+    attempt: int
+    values: Mapping[str, float]
+    per_rank: Mapping[str, np.ndarray] = field(default_factory=dict)
+    peers: tuple[tuple[int, ...], ...] = ()
+
+
+class StepTable:
+    """All ranks' records of one attempt: float64 array (world, len(COLUMNS)), bit-identical on every rank."""
+
+    def __init__(self, rows: np.ndarray, peers: Sequence[Sequence[int]] | None = None) -> None:
+        if rows.ndim != 2 or rows.shape[1] != len(COLUMNS):
+            raise ValueError(f"a StepTable needs shape (world, {len(COLUMNS)}), got {rows.shape}")
+        self.rows = np.ascontiguousarray(rows, dtype=np.float64)
+        self.peers = tuple(tuple(p) for p in peers) if peers is not None else (tuple(range(rows.shape[0])),)
+
+    @property
+    def world_size(self) -> int:
+        return int(self.rows.shape[0])
+
+    def column(self, name: str) -> np.ndarray:
+        """(world,) float64 values of one column, in rank order."""
+        return self.rows[:, INDEX[name]]
+
+    @property
+    def step(self) -> int:
+        return int(self.column("step")[0])
+
+    @property
+    def attempt(self) -> int:
+        return int(self.column("attempt")[0])
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over ranks, weighted by tokens when counts are known. Non-finite if any contributing rank's is."""
+        loss, tokens = self.column("loss"), self.column("tokens")
+        if tokens.sum() > 0:
+            carrying = tokens > 0
+            return float(np.average(loss[carrying], weights=tokens[carrying]))
+        return float(loss.mean())
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 over all parameters, after reduction, before clipping, unscaled (BR-45)."""
+        total = float(self.column("reduced_sq_share").sum())
+        return math.sqrt(total) if total >= 0 else math.nan  # NaN fails the comparison and stays NaN
+
+    @property
+    def tokens(self) -> float:
+        return float(self.column("tokens").sum())
+
+    @property
+    def next_tokens(self) -> float:
+        return float(self.column("next_tokens").sum())
+
+    @property
+    def all_have_next(self) -> bool:
+        return bool((self.column("has_next") > 0).all())
+
+    def ranks_where(self, mask: np.ndarray) -> tuple[int, ...]:
+        return tuple(int(r) for r in np.flatnonzero(mask))
+
+    def ranks_flagged(self, flag: int) -> tuple[int, ...]:
+        return self.ranks_where(self.column("flags").astype(np.int64) & flag != 0)
+
+    def nonfinite(self) -> dict[Place, tuple[int, ...]]:
+        """Where the attempt first went non-finite: place -> ranks. Empty when everything was finite.
+
+        `reduction` is reported only when every local gradient was finite and the reduced one is not (BR-03)."""
+        found: dict[Place, tuple[int, ...]] = {}
+        for place, column in (
+            ("forward", "nonfinite_forward"),
+            ("loss", "nonfinite_loss"),
+            ("backward", "nonfinite_backward"),
+        ):
+            ranks = self.ranks_where(self.column(column) > 0)
+            if ranks:
+                found[place] = ranks  # type: ignore[index]
+        if not found and not math.isfinite(self.grad_norm):
+            bad = ~np.isfinite(self.column("reduced_sq_share"))
+            found["reduction"] = self.ranks_where(bad)
+        return found
+
+    def observation(self) -> Observation:
+        """The table as detectors read it: global signals plus per-rank columns."""
+        values = {
+            "loss": self.loss,
+            "loss_max": float(self.column("loss_max").max()),
+            "grad_norm": self.grad_norm,
+            "logit_max": float(self.column("logit_max").max()),
+            "loss_scale": float(self.column("loss_scale")[0]),
+            "lr": float(self.column("lr")[0]),
+        }
+        entropy = self.column("attention_entropy")
+        if np.isfinite(entropy).any():
+            values["attention_entropy"] = float(entropy[np.isfinite(entropy)].mean())
+        per_rank = {
+            name: self.column(name)
+            for name in (
+                "loss",
+                "local_grad_norm",
+                "nonfinite_forward",
+                "nonfinite_loss",
+                "nonfinite_backward",
+                "reduced_sq_share",
+                "tokens",
+                "compute_s",
+                "wait_s",
+            )
+        }
+        return Observation(self.step, self.attempt, values, per_rank, self.peers)
+
+
+assert set(COLUMNS) == {f for f in StepRecord.__dataclass_fields__}, "StepRecord and the wire format differ"
+assert get_args(Place), "places must be a Literal"
