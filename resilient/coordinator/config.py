@@ -1,0 +1,23 @@
+"""Deadlines and failure behaviour of the guard itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """exchange_timeout_s: longest wait for the other ranks at the gate. Must exceed the slowest phase that only some
+    ranks go through (evaluation on one rank, compilation).
+
+    on_guard_failure: continue (train on unguarded, loudly) | stop (all ranks end with exit 77).
+    on_uneven_data: what happens when ranks run out of data at different times (BR-41).
+    on_epoch_tail: what happens to an incomplete accumulation window at the end of an epoch (BR-18).
+    blind_after: steps after which a tap that never reported is an error (BR-47)."""
+
+    exchange_timeout_s: float = 120.0
+    on_guard_failure: Literal["continue", "stop"] = "continue"
+    on_uneven_data: Literal["stop_all", "drop_epoch_tail", "pad_with_zero_weight"] = "drop_epoch_tail"
+    on_epoch_tail: Literal["drop", "flush", "carry"] = "drop"
+    blind_after: int = 2

@@ -1,0 +1,40 @@
+"""The ladder's constants: what is tried, how often, and what is changed along the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SkipConfig:
+    """Refuse the step. max_in_a_row: refused attempts before going back instead. budget: refused attempts per `window` steps."""
+
+    max_in_a_row: int = 3
+    budget: int = 16
+    window: int = 500
+
+
+@dataclass(frozen=True)
+class RollbackConfig:
+    """Go back before the onset. budget: rollbacks per run. cooldown: applied steps after a rollback during which the
+    next one is not yet due. lr_factor/clip_factor: cut applied at once; the LR comes back over `rewarm` steps, linearly.
+    skip_data: do not train on the window between onset and alarm again (never for communication or compute verdicts)."""
+
+    budget: int = 4
+    cooldown: int = 4
+    lr_factor: float = 0.3
+    clip_factor: float = 0.3
+    rewarm: int = 20
+    skip_data: bool = True
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """conf/policy. mode: act | observe (log what would be done) | off (no guard at all)."""
+
+    name: str = "default"
+    mode: Literal["act", "observe", "off"] = "act"
+    skip: SkipConfig = field(default_factory=SkipConfig)
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    max_overflows_in_a_row: int = 8  # fp16: more overflows in a row than this are not a scale problem (BR-02)
