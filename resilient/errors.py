@@ -66,3 +66,9 @@ class NothingUsable(CheckpointError):
 
 class StopRequested(ResilientError):
     """The policy decided to stop; the report says why."""
+
+
+class Preempted(ResilientError):
+    """The job was asked to leave (TERM, USR1) and left at a step boundary with its state saved; resumable."""
+
+    exit_code = ExitCode.PREEMPTED

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """The memory ring. every: steps between snapshots (0: none); keep: how many."""
+    """The memory ring. every: steps between snapshots (0: none); keep: how many.
+
+    trust_after: clean steps after a snapshot before it may be a rollback target. Damage done by the step just before
+    an alarm shows only in the next loss, so the newest snapshot may already carry it."""
 
     every: int = 5
     keep: int = 4
+    trust_after: int = 2
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A snapshot: everything one rank needs to replay from a quiescent point, bit for bit.
 
 Taken only when optimizer, schedule, counters and data position have all moved (BR-19). What must outlive a rollback
-(budget, skipped data, incident history) is *not* in here: see `Outer` in policies and coordinator.
+(budget, skipped data, counters of attempts) is *not* in here: see coordinator/outer.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Snapshot:
     schedule: int | None
     parts: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
-    trusted: bool = False
 
     @staticmethod
     def digest_parts(parts: dict[str, Any]) -> dict[str, str]:

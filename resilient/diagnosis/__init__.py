@@ -1,0 +1,5 @@
+"""From findings to a cause, with evidence and confidence; pure."""
+
+from resilient.diagnosis.verdict import diagnose
+
+__all__ = ["diagnose"]

@@ -93,8 +93,9 @@ class Engine(Protocol):
     def taps(self) -> Taps:
         """Measurements of the window that just ended. Call once, after the last backward, before apply/skip."""
 
-    def apply(self, grad_norm: float, knobs: Knobs) -> None:
-        """Clip to `clip * knobs.clip_factor` using `grad_norm`, step the optimizer with LR x `knobs.lr_factor`,
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
+        """Clip to `clip * knobs.clip_factor` using `grad_norm` (None, when unguarded: the engine measures it itself,
+        collectively if it must), step the optimizer with LR x `knobs.lr_factor`,
         advance the LR schedule, clear gradients, count the step. The LR factor never leaks into the schedule."""
 
     def skip(self, overflow: bool = False) -> None:

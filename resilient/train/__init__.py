@@ -1,0 +1,1 @@
+"""The reference job: model, data, optimizer, loop and evaluation."""

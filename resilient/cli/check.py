@@ -1,0 +1,48 @@
+"""Resolved dict -> checked JobConfig: the last look at a configuration before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from resilient.cli.argv import Runtime
+from resilient.cli.convert import collect
+from resilient.cli.errors import all_in_one
+from resilient.train.config import JobConfig
+
+
+def check_job(resolved: Mapping[str, Any], runtime: Runtime) -> JobConfig:
+    """Convert strictly and look for combinations that cannot work. Raises one ConfigError with everything found."""
+    problems: list[str] = []
+    groups = {key: value for key, value in resolved.items() if key != "fault"}
+    job = collect(JobConfig, groups, "", problems)
+    if not problems:
+        _combinations(job, problems)
+    if problems:
+        raise all_in_one(problems)
+    return job
+
+
+def _combinations(job: JobConfig, problems: list[str]) -> None:
+    """Each part is right by itself; do they fit together?"""
+    engine, run = job.engine, job.run
+    at_least_one = {"run.steps": run.steps, "run.nproc": run.nproc, "run.eval_batches": run.eval_batches}
+    not_negative = {
+        "run.eval_every": run.eval_every,
+        "run.threads": run.threads,
+        "run.snapshot.every": run.snapshot.every,
+        "run.checkpoint.every": run.checkpoint.every,
+    }
+    problems += [f"{key}={value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
+    problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
+    if engine.name != "deepspeed":
+        if engine.precision == "fp16":
+            problems.append(f"engine.precision=fp16: {engine.name} has no loss scaler; use bf16 or a deepspeed engine")
+        if engine.zero_stage != 0:
+            problems.append(f"engine.zero_stage={engine.zero_stage}: only a deepspeed engine shards by ZeRO stage")
+        if engine.deepspeed:
+            problems.append(f"engine.deepspeed: {engine.name} does not read it; choose a deepspeed engine")
+    elif engine.zero_stage not in (0, 1, 2, 3):
+        problems.append(f"engine.zero_stage={engine.zero_stage}: must be 0, 1, 2 or 3")
+    if not engine.bucket_mb > 0:
+        problems.append(f"engine.bucket_mb={engine.bucket_mb}: must be positive")

@@ -1,0 +1,95 @@
+"""`resilient launch [options] -- CMD...`: run a training command under supervision. Imports neither torch nor hydra."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from resilient.errors import ExitCode
+from resilient.recovery.config import SuperviseConfig
+from resilient.recovery.supervisor import supervise
+
+_DEFAULTS = SuperviseConfig()
+_EXAMPLES = """examples:
+  resilient launch -- resilient train run.steps=200
+  resilient launch -- torchrun --standalone --nproc-per-node 2 -m resilient.cli.train engine=fsdp2
+  resilient launch -- deepspeed --num_gpus 2 --module resilient.cli.train engine=deepspeed_zero2
+  resilient launch --max-restarts 10 --grace 120 -- python my_training.py
+
+exit codes: 0 done; 64 bad configuration; 76 a restart on other hosts is needed; 77 a person is needed (also when the
+restart budget is used up); 78 pre-empted, resumable; after TERM or INT otherwise the command's own code
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.BAD_CONFIG, f"resilient launch: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="resilient launch",
+        usage="resilient launch [options] -- CMD ...",
+        description="Run a training command and restart it from its last checkpoint when it dies.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_non_negative(int),
+        default=_DEFAULTS.max_restarts,
+        metavar="N",
+        help="restarts in a row without a checkpoint of a later step (default %(default)s)",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=_non_negative(float),
+        default=_DEFAULTS.backoff_s,
+        metavar="S",
+        help="seconds before the first restart in a row, doubling with each (default %(default)s)",
+    )
+    parser.add_argument(
+        "--run-id",
+        metavar="ID",
+        help="name of the run, the same over restarts (default: RESILIENT_RUN_ID, or a fresh one)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=_non_negative(float),
+        default=_DEFAULTS.grace_s,
+        metavar="S",
+        help="seconds to finish after TERM or INT; must exceed the time of a save (default %(default)s)",
+    )
+    return parser
+
+
+def _non_negative(kind: type[int] | type[float]):  # type: ignore[no-untyped-def]
+    def convert(text: str) -> int | float:
+        value = kind(text)
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it in its message
+    return convert
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command after `--`. Returns the exit code; raises SystemExit(64) for unusable arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments[:split])
+    command = arguments[split + 1 :]
+    if not command:
+        parser.error("no command to run: put it after --, as in: resilient launch -- resilient train run.steps=200")
+    config = SuperviseConfig(max_restarts=options.max_restarts, backoff_s=options.backoff, grace_s=options.grace)
+    return supervise(command, config, options.run_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,620 @@
+"""The step loop: measure -> exchange -> judge -> decide -> act -> commit, the same on every rank.
+
+Read `step` first: it is one step's data from tap to action. No leader, no broadcast: every rank sees the same table
+and takes the same decision. The vote comes after the backward pass and before the optimizer touches anything.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from resilient.checkpoint.config import CheckpointConfig
+from resilient.checkpoint.ring import MemoryRing
+from resilient.checkpoint.snapshot import Snapshot
+from resilient.coordinator.config import GuardConfig
+from resilient.coordinator.events import Incident, Listener, StepReport
+from resilient.coordinator.exchange import Exchange
+from resilient.coordinator.feed import Window, WindowFeed
+from resilient.coordinator.judge import Judge, Judgement
+from resilient.coordinator.measure import Measurement
+from resilient.coordinator.outer import Outer
+from resilient.coordinator.state import StateKeeper
+from resilient.engines.base import Engine
+from resilient.errors import (
+    CounterMismatch,
+    GuardError,
+    MonitorBlind,
+    Preempted,
+    RankDisagreement,
+    ScheduleMismatch,
+    StopRequested,
+)
+from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
+
+
+class Store(Protocol):
+    """Where checkpoints go. All methods are collective."""
+
+    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None) -> bool:
+        """True on all ranks if the checkpoint is committed and visible; False on all ranks if it is not."""
+
+
+class Coordinator:
+    """One per process, around one engine and one data feed. Without a judge (policy=off) it measures, exchanges and
+    decides nothing: it only counts, feeds data and saves checkpoints.
+
+    Attributes that a loop may read: `applied` (steps in force), `step_index` (step being attempted, 1-based),
+    `window_size`, `window_tokens` (over all ranks, 0 if unknown), `guarded`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        feed: WindowFeed,
+        *,
+        judge: Judge | None,
+        exchange: Exchange,
+        ring: MemoryRing,
+        config: GuardConfig,
+        checkpoint: CheckpointConfig | None = None,
+        store: Store | None = None,
+        listeners: Sequence[Listener] = (),
+        outer_path: Path | None = None,
+    ) -> None:
+        self.engine = engine
+        self.feed = feed
+        self.judge = judge
+        self.exchange = exchange
+        self.ring = ring
+        self.config = config
+        self.outer = Outer()
+        self.applied = 0
+        self.guarded = judge is not None
+        self.window_size = feed.accumulation
+        self.window_tokens = 0.0
+        self._checkpoint = checkpoint or CheckpointConfig(every=0)
+        self._store = store
+        self._listeners = list(listeners)
+        self._outer_path = outer_path if exchange.rank == 0 else None
+        self._state = StateKeeper(engine, feed, judge)
+        self._measure = Measurement(engine) if judge is not None else None
+        self._window: Window | None = None
+        self._micro = 0
+        self._backwards = 0
+        self._window_of_step: dict[int, int] = {}
+        self._digest = 0.0
+        self._pending_flags = 0
+        self._seen = np.zeros(exchange.world_size, dtype=bool)  # ranks whose taps have reported
+        self._have_next = np.ones(exchange.world_size, dtype=bool)
+        self._lr_expected: float | None = None
+        self._schedule_offset = 0
+        self._step_offset = engine.counters().steps
+        self._started = False
+        self._pass_over = False
+        self._clock = time.perf_counter()
+        self._last_checkpoint: int | None = None
+        self._checkpoint_due = False
+        self._leaving = False
+        self._exchange_works = True
+
+    # -- the loop's side ------------------------------------------------------------------------------------------
+
+    @property
+    def step_index(self) -> int:
+        return self.applied + 1
+
+    def start(self, resume: Snapshot | None = None, outer: Outer | None = None) -> None:
+        """Begin or resume. Call once on all ranks before the first batch."""
+        if outer is not None:
+            self.outer = outer
+            for first, last in outer.excluded:
+                self.feed.exclude(first, last)
+            if self.judge is not None and outer.policy:
+                self.judge.ladder.load_state_dict(outer.policy)
+        counters = self.engine.counters()
+        self._schedule_offset = (counters.schedule or 0) - counters.steps
+        self._started = True
+        if resume is not None:
+            self._step_offset = 0
+            differences = self._state.restore(resume)
+            if not self.exchange.vote(not differences, resume.step):
+                raise CounterMismatch(
+                    f"resuming from the checkpoint of step {resume.step} is not exact"
+                    + (f" on rank {self.exchange.rank}: {'; '.join(differences)}" if differences else " on another rank")
+                )
+            self.applied = resume.step
+            self._last_checkpoint = resume.step
+            self.outer.steps_lost = self.outer.applied - resume.step
+            self._schedule_offset = (resume.schedule or 0) - resume.step
+            self._tell("resume", {"step": resume.step, "position": resume.position})
+        self.feed.peek()
+        self._remember_lr()
+        if self.guarded:
+            self._hello()
+        snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
+        if resume is None and self._store is not None and self._checkpoint.every > 0:
+            self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
+
+    def batches(self, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
+        """Micro-batches, window by window, until `steps` optimizer steps are in force, `epochs` epochs of the run are
+        over (None: the current pass over the loader), or the data ends. Rollbacks happen inside: the iterator goes on
+        from where the state is."""
+        if not self._started:
+            self.start()
+        if self._pass_over:
+            self._open_epoch()
+            self.ring.clear()  # an earlier pass of the caller's loop cannot be gone back to from this one
+            self._snapshot_if(self.guarded and self.ring.config.every > 0)
+            self._pass_over = False
+        while steps is None or self.applied < steps:
+            if not self._data_left():
+                if epochs is None or self.feed.epoch + 1 >= epochs or self.config.on_uneven_data == "stop_all":
+                    self._pass_over = True
+                    return
+                self._open_epoch()
+                if not self._data_left():
+                    return
+            self._begin_window()
+            assert self._window is not None
+            batches = self._window.batches
+            for index, batch in enumerate(batches):
+                self.engine.begin_micro_step(index, len(batches))
+                yield batch
+                if self._window is not None and self._micro != index + 1:
+                    raise MonitorBlind(
+                        "a batch was taken but guard.step() was not called for it: call guard.backward(loss) and "
+                        "guard.step() once per micro-batch"
+                    )
+
+    def backward(self, loss: torch.Tensor, report: torch.Tensor | None = None, tokens: float | None = None) -> None:
+        """Backward of one micro-step. `report`: the rank's own mean loss to show, when `loss` is weighted for the global
+        mean; `tokens`: how many tokens it is over. Neither may cost a host sync."""
+        if self._measure is not None and self.guarded:
+            self._measure.loss(loss, report, tokens)
+        self.engine.backward(loss)
+        self._backwards += 1
+
+    def step(self) -> bool:
+        """End of a micro-step. At the end of a window: the vote and what follows. Returns True when a window ended.
+
+        Raises StopRequested when the policy stops, Preempted after a TERM, and the named contract errors; always on all
+        ranks together."""
+        self._micro += 1
+        if self._window is None or self._micro < len(self._window.batches):
+            return False
+        if not self.guarded:
+            self._apply_unguarded()
+        else:
+            self._vote_and_act()
+        self._window = None
+        if self._leaving:
+            raise Preempted(f"asked to leave at step {self.applied}; the state is saved")
+        return True
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Everything inside is evaluation: taps and hooks do not look at it."""
+        if self._measure is not None:
+            self._measure.pause(True)
+        try:
+            yield
+        finally:
+            if self._measure is not None:
+                self._measure.pause(False)
+
+    def request_checkpoint(self) -> None:
+        """Save at the next quiescent point (BR-19), on all ranks even if only one asks (BR-22)."""
+        self._pending_flags |= Flag.CHECKPOINT
+
+    def request_preemption(self) -> None:
+        """Leave at the next step boundary, saved. Safe to call from a signal handler: it only sets a flag.
+
+        Unguarded ranks cannot agree on a boundary: there it raises Preempted at once, without saving."""
+        if not self.guarded:
+            raise Preempted("asked to leave while unguarded: nothing was saved")
+        self._pending_flags |= Flag.PREEMPTED
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Something the loop wants in the journal."""
+        self._tell(kind, fields)
+
+    def close(self) -> None:
+        """Remove hooks, close listeners, give the process group back. Idempotent."""
+        if self._measure is not None:
+            self._measure.close()
+            self._measure = None
+        for listener in self._listeners:
+            try:
+                listener.close()
+            except Exception as error:
+                print(f"resilient: closing {type(listener).__name__} failed: {error}", file=sys.stderr)
+        self._listeners.clear()
+        self.exchange.close()
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _begin_window(self) -> None:
+        if self._have_next[self.exchange.rank] or not self.guarded:
+            self._window = self.feed.take()
+        else:
+            self._window = self.feed.pad()
+        self.window_size = len(self._window.batches)
+        self._micro = self._backwards = 0
+        self._window_of_step.setdefault(self.step_index, self._window.index)
+        self._clock = time.perf_counter()
+        if self._measure is not None and self.guarded:
+            self._measure.start()
+
+    def _vote_and_act(self) -> None:
+        """The gate. Anything that breaks in the guard itself leaves the job training, unguarded and loudly."""
+        if self._backwards != self._micro:
+            raise MonitorBlind(
+                f"guard.backward was called {self._backwards} times for {self._micro} micro-steps: the guard cannot see the loss"
+            )
+        try:
+            table = self.exchange.table(self._record())
+            failed = table.ranks_flagged(Flag.GUARD_FAILED)
+            if failed:
+                raise GuardError(f"the guard failed on rank {', '.join(map(str, failed))}")
+        except Exception as error:
+            self._exchange_works = False
+            self._guard_failed(error)
+            return self._apply_unguarded()
+        self._check_contracts(table)
+        self._note_next(table)
+        try:
+            judgement = self._judge(table)
+        except Exception as error:
+            # The judge is pure, so this happens on all ranks alike. Should a rank be alone, the flag in its next row
+            # takes the others along: until then it keeps exchanging.
+            self._guard_failed(error)
+            self.guarded = True
+            self._pending_flags |= Flag.GUARD_FAILED
+            return self._apply_unguarded()
+        self._digest = judgement.decision.digest()
+        self._act(judgement, table)
+
+    def _record(self) -> StepRecord:
+        """This rank's row: the measurements, the next window in hand, and what the others have to know."""
+        assert self._measure is not None and self._window is not None
+        record = self._measure.record(self.step_index, self.outer.attempts + 1)
+        upcoming = self.feed.peek()
+        record.tokens = self._window.tokens
+        record.has_next = float(upcoming is not None)
+        record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
+        record.wait_s, self.feed.wait_s = self.feed.wait_s, 0.0
+        record.digest = self._digest
+        record.flags = self._pending_flags | self._contract_flags()
+        return record
+
+    def _judge(self, table: StepTable) -> Judgement:
+        assert self.judge is not None
+        judgement = self.judge.judge(
+            table,
+            dynamic_scale=self.engine.dynamic_loss_scale(),
+            targets=lambda onset: len(self.ring.targets(onset)),
+        )
+        if judgement.decision.action != "apply":
+            self._confirm(judgement.decision)
+        return judgement
+
+    def _confirm(self, decision: Decision) -> None:
+        """Before anything but `apply`: all ranks show their decision, so that none acts alone. Rare, so it may cost a
+        second collective; `apply` is checked one step later for free."""
+        digest = decision.digest()
+        record = StepRecord(decision.step, decision.attempt, kind=Kind.CONFIRM, digest=digest, loss=0.0, loss_max=0.0)
+        table = self.exchange.table(record)
+        if table.ranks_flagged(Flag.GUARD_FAILED) or not (table.column("digest") == digest).all():
+            raise GuardError(f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}")
+
+    def _act(self, judgement: Judgement, table: StepTable) -> None:
+        decision, window = judgement.decision, self._window
+        assert self.judge is not None and window is not None
+        self.outer.attempts += 1
+        self.outer.nonfinite_loss += int(table.column("nonfinite_loss").sum() + table.column("nonfinite_forward").sum())
+        self.outer.nonfinite_grad += int((table.column("nonfinite_backward") > 0).any() or "reduction" in table.nonfinite())
+        lr, knobs = self.engine.lr(), decision.knobs
+        further_back = self.judge.ladder.repeats  # before this decision is booked
+        self.judge.settle(judgement)
+        applied, target, excluded = False, None, None
+        if decision.action == "apply":
+            applied = self._apply(table.grad_norm, knobs)
+        elif decision.action == "skip":
+            self.engine.skip(decision.overflow)
+        elif decision.action == "rollback":
+            target, excluded = self._roll_back(decision, further_back)
+        self.outer.skipped += not applied
+        self.outer.policy = self.judge.ladder.state_dict()
+        self._report(judgement, table, applied, lr * knobs.lr_factor if applied else lr)
+        if decision.incident:
+            self._report_incident(judgement, target, excluded)
+        if decision.action == "stop":
+            self.engine.skip(False)
+            raise StopRequested(f"step {decision.step}: {decision.reason}")
+        self._commit(applied, table)
+
+    def _apply(self, grad_norm: float | None, knobs: Knobs) -> bool:
+        """Optimizer step, schedule and counters move together. False if the engine refused the step by itself."""
+        before = self.engine.counters().steps
+        self.engine.apply(grad_norm, knobs)
+        applied = self.engine.counters().steps == before + 1
+        if applied:
+            self.applied += 1
+            self.outer.applied += 1
+        else:
+            self._tell("warning", {"message": f"the engine refused step {self.step_index} by itself"})
+        self._remember_lr()
+        return applied
+
+    def _commit(self, applied: bool, table: StepTable) -> None:
+        """The quiescent point: optimizer, schedule, counters and data position have moved. Snapshots are taken here only."""
+        self.outer.check(self.applied)
+        self._pending_flags &= ~(Flag.CHECKPOINT | Flag.PREEMPTED)
+        leaving = bool(table.ranks_flagged(Flag.PREEMPTED))
+        asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
+        snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
+        self._save_if_due(applied, asked, snapshot)
+        if table.ranks_flagged(Flag.TELEMETRY_FAILED) and self.config.on_guard_failure == "stop":
+            ranks = table.ranks_flagged(Flag.TELEMETRY_FAILED)
+            raise GuardError(f"rank {', '.join(map(str, ranks))} cannot write its journal (on_guard_failure: stop)")
+        self._leaving = leaving
+        if self._window_of_step and len(self._window_of_step) > 4096:
+            for step in sorted(self._window_of_step)[:2048]:
+                del self._window_of_step[step]
+
+    # -- going back -----------------------------------------------------------------------------------------------
+
+    def _roll_back(self, decision: Decision, further_back: int) -> tuple[int, tuple[int, int] | None]:
+        """Restore the newest snapshot safely before the onset on all ranks, with proof; fall back to older ones.
+
+        Returns the step gone back to and the data windows [first, last) excluded from now on."""
+        assert decision.onset_step is not None and self._window is not None
+        self.engine.skip(False)
+        excluded = None
+        if decision.skip_data:
+            excluded = (self._window_of_step.get(decision.onset_step, self._window.index), self.feed.position)
+        targets = self.ring.targets(decision.onset_step)
+        for snapshot in targets[min(further_back, len(targets) - 1) :]:
+            differences = self._state.restore(snapshot, excluded)
+            if self.exchange.vote(not differences, snapshot.step, decision.attempt):
+                break
+            self._tell("warning", {"message": f"restore of step {snapshot.step} is not exact: {'; '.join(differences)}"})
+        else:
+            raise StopRequested(f"no snapshot before step {decision.onset_step} could be restored exactly")
+        self.outer.rollbacks += 1
+        self.outer.steps_lost += self.applied - snapshot.step
+        if excluded is not None:
+            self.outer.excluded.append(list(excluded))
+        self.applied = snapshot.step
+        self.ring.drop_after(snapshot.step)
+        self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
+        self._remember_lr()
+        self._hello()
+        return snapshot.step, excluded
+
+    def _snapshot_if(self, due: bool) -> Snapshot | None:
+        if not due:
+            return None
+        snapshot = self._state.capture(self.applied, self.outer.attempts)
+        self.ring.add(snapshot)
+        return snapshot
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
+        if self._store is None or self.applied == self._last_checkpoint:
+            return
+        every = self._checkpoint.every
+        if asked or (applied and every > 0 and self.applied % every == 0):
+            self._save(snapshot or self._state.capture(self.applied, self.outer.attempts))
+
+    def _save(self, snapshot: Snapshot) -> None:
+        assert self._store is not None
+        counters = self.engine.counters()
+        if counters.steps - self._step_offset != snapshot.step or self.feed.position != snapshot.position:
+            raise CounterMismatch(
+                f"not saved: step {snapshot.step}, engine {counters.steps - self._step_offset}, "
+                f"data window {self.feed.position} against {snapshot.position}"
+            )
+        if self.judge is not None:
+            self.outer.policy = self.judge.ladder.state_dict()
+        saved = self._store.save(snapshot, self.outer.as_dict())
+        if saved:
+            self._last_checkpoint = snapshot.step
+            self._tell("checkpoint", {"step": snapshot.step})
+        elif self._checkpoint.on_failure == "abort":
+            raise GuardError(f"the checkpoint of step {snapshot.step} could not be saved (checkpoint.on_failure: abort)")
+        else:
+            self._tell("warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"})
+
+    def save_final(self) -> None:
+        """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
+        if self._store is not None and self._checkpoint.every > 0 and self._last_checkpoint != self.applied:
+            self._save(self._state.capture(self.applied, self.outer.attempts))
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def _hello(self) -> None:
+        """Agree on the first window: at the start, after a rollback, and when an epoch opens."""
+        upcoming = self.feed.peek()
+        record = StepRecord(self.step_index, self.outer.attempts, kind=Kind.HELLO, loss=0.0, loss_max=0.0)
+        record.has_next = float(upcoming is not None)
+        record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
+        self._note_next(self.exchange.table(record))
+
+    def _note_next(self, table: StepTable) -> None:
+        self._have_next = table.column("has_next") > 0
+        self.window_tokens = table.next_tokens
+
+    def _data_left(self) -> bool:
+        """Will every rank take part in one more window? The same answer on all ranks."""
+        if not self.guarded:
+            return self.feed.peek() is not None
+        if self.config.on_uneven_data == "pad_with_zero_weight":
+            return bool(self._have_next.any())
+        return bool(self._have_next.all())
+
+    def _open_epoch(self) -> None:
+        self.feed.next_epoch()
+        self._have_next = np.ones_like(self._have_next)
+        if self.guarded:
+            self._hello()
+
+    # -- contracts --------------------------------------------------------------------------------------------------
+
+    def _remember_lr(self) -> None:
+        self._lr_expected = self.engine.lr()
+
+    def _contract_flags(self) -> int:
+        """What this rank finds wrong with its own bookkeeping; told to all, so that all stop together."""
+        counters = self.engine.counters()
+        flags = 0
+        if counters.schedule is not None:
+            wrong_position = counters.schedule - self._schedule_offset != counters.steps
+            if wrong_position or not math.isclose(self.engine.lr(), self._lr_expected or 0.0, rel_tol=1e-9, abs_tol=0.0):
+                flags |= Flag.SCHEDULE
+        if counters.steps - self._step_offset != self.applied:
+            flags |= Flag.COUNTERS
+        return flags
+
+    def _check_contracts(self, table: StepTable) -> None:
+        """Errors that all ranks raise together, from the same table."""
+        digests = table.column("digest")
+        if not (digests == digests[0]).all():
+            raise RankDisagreement(f"ranks decided differently at the attempt before {table.attempt}: digests {digests.tolist()}")
+        counters = self.engine.counters()
+        ranks = table.ranks_flagged(Flag.SCHEDULE)
+        if ranks:
+            raise ScheduleMismatch(
+                f"on rank {', '.join(map(str, ranks))} the LR schedule is not where {self.applied} optimizer steps put it: "
+                f"position {counters.schedule} (expected {self.applied + self._schedule_offset}), "
+                f"LR {self.engine.lr():.8g} (expected {self._lr_expected:.8g}). Something besides the guard steps the scheduler"
+            )
+        ranks = table.ranks_flagged(Flag.COUNTERS)
+        if ranks:
+            raise CounterMismatch(
+                f"on rank {', '.join(map(str, ranks))} the engine counts {counters.steps - self._step_offset} steps, the guard "
+                f"{self.applied}: something besides the guard steps the optimizer"
+            )
+        norms = table.column("local_grad_norm")
+        self._seen |= (norms != 0) | (table.column("nonfinite_backward") > 0)  # NaN != 0: a NaN was received, too
+        self._seen |= table.column("tokens") == 0 if table.tokens > 0 else False  # a rank without tokens has no gradient
+        if self.outer.attempts + 1 >= self.config.blind_after and not self._seen.all():
+            blind = table.ranks_where(~self._seen)
+            raise MonitorBlind(
+                f"monitor blind: no gradient reached the guard on rank {', '.join(map(str, blind))} in "
+                f"{self.outer.attempts + 1} steps. Is the wrapped model the one that is trained, and is guard.backward called?"
+            )
+
+    # -- when the guard itself breaks ---------------------------------------------------------------------------------
+
+    def _guard_failed(self, error: Exception) -> None:
+        self.guarded = False
+        message = f"the guard failed at step {self.step_index}: {type(error).__name__}: {error}"
+        if self.config.on_guard_failure == "stop":
+            raise GuardError(f"{message} (on_guard_failure: stop)") from error
+        print(f"resilient: WARNING: rank {self.exchange.rank}: {message}. TRAINING CONTINUES UNGUARDED.", file=sys.stderr, flush=True)
+        self._tell("guard_failed", {"message": message})
+
+    def _apply_unguarded(self) -> None:
+        """What the loop would have done without us. Checkpoints go on as long as the ranks can vote on them."""
+        self.outer.attempts += 1
+        applied = self._apply(None, Knobs())
+        self.outer.skipped += not applied
+        self.feed.peek()
+        if self._exchange_works:
+            self._save_if_due(applied, False, None)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._each_listener("event", kind, fields)
+
+    def _each_listener(self, method: str, *args: Any) -> None:
+        for listener in list(self._listeners):
+            try:
+                getattr(listener, method)(*args)
+            except Exception as error:
+                self._listeners.remove(listener)
+                self._pending_flags |= Flag.TELEMETRY_FAILED
+                print(
+                    f"resilient: WARNING: rank {self.exchange.rank}: {type(listener).__name__} failed and is dropped: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _report(self, judgement: Judgement, table: StepTable, applied: bool, lr: float) -> None:
+        assert self.judge is not None
+        named = {k: v for k, v in judgement.observation.values.items() if k in ("logit_max", "attention_entropy", "loss_max")}
+        named["wait_s"] = float(table.column("wait_s").max())
+        self._each_listener(
+            "step",
+            StepReport(
+                step=table.step,
+                attempt=table.attempt,
+                applied=applied,
+                action=judgement.decision.action,
+                loss=table.loss,
+                grad_norm=table.grad_norm,
+                lr=lr,
+                loss_scale=judgement.observation.values["loss_scale"],
+                tokens=table.tokens,
+                time_s=time.perf_counter() - self._clock,
+                signals=named,
+                ranks={name: _spread(table.column(name)) for name in ("loss", "local_grad_norm")},
+                level=self.judge.level(),
+                budget_left=self.judge.ladder.budget_left(self.outer.attempts),
+                position=self._window.index if self._window is not None else 0,
+            ),
+        )
+
+    def _report_incident(self, judgement: Judgement, target: int | None, excluded: tuple[int, int] | None) -> None:
+        decision, verdict = judgement.decision, judgement.verdict
+        assert verdict is not None
+        if self._outer_path is not None:
+            try:
+                self.outer.write(self._outer_path)
+            except OSError as error:
+                self._pending_flags |= Flag.TELEMETRY_FAILED
+                print(f"resilient: WARNING: {self._outer_path} cannot be written: {error}", file=sys.stderr)
+        self._each_listener(
+            "incident",
+            Incident(
+                step=decision.step,
+                attempt=decision.attempt,
+                cause=verdict.cause,
+                ranks=verdict.ranks,
+                action=f"would {decision.would}" if decision.would else decision.action,
+                onset_step=decision.onset_step,
+                place=verdict.place,
+                target_step=target,
+                skipped_windows=excluded,
+                knobs={} if decision.knobs.neutral else {"lr_factor": decision.knobs.lr_factor, "clip_factor": decision.knobs.clip_factor},
+                confidence=verdict.confidence,
+                evidence=verdict.evidence,
+                reason=decision.reason,
+            ),
+        )
+
+
+def _spread(values: np.ndarray) -> dict[str, Any]:
+    """Median, median absolute deviation and the ranks that stand out (at most four): constant size at any world size."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {"median": math.nan, "spread": math.nan, "outliers": {}}
+    median = float(np.median(finite))
+    spread = float(np.median(np.abs(finite - median)))
+    distance = np.where(np.isfinite(values), np.abs(values - median), np.inf)
+    standing_out = [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(spread, 1e-12)] if len(values) > 2 else list(range(len(values)))
+    return {"median": median, "spread": spread, "outliers": {str(r): float(values[r]) for r in standing_out}}
+
+

@@ -1,0 +1,256 @@
+"""The data feed: any iterable of micro-batches, delivered as windows of one optimizer step each.
+
+The next window is fetched before the vote on the current one, so that "does every rank have data?" (BR-41) and "how
+many tokens carry loss in the next step?" (BR-40) ride in the same all-reduce: no extra collective, no hang.
+
+Position counts windows since the run began, trained, skipped and excluded alike; it is the same on every rank.
+State is always that *before* the prefetched window. A loader with `state_dict`/`load_state_dict` is restored exactly;
+any other by counting: the epoch is opened again under the RNG state it was first opened with, and the delivered
+batches are read and dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from resilient.checkpoint.rng import capture_rng, restore_rng
+from resilient.errors import DataPositionError
+
+
+@dataclass
+class Window:
+    """The micro-batches of one optimizer step on this rank."""
+
+    index: int  # position of this window in the run's data, 0-based
+    batches: list[Any]
+    tokens: float  # that carry loss; 0 if unknown
+    padding: bool = False  # delivered only to keep this rank in step; carries no loss
+
+
+@dataclass
+class _Position:
+    """Where the feed is: enough to come back."""
+
+    window: int = 0
+    epoch: int = 0
+    batches: int = 0  # micro-batches delivered in this epoch
+    ended: bool = False  # the loader has said that this epoch is over
+    carry: list[Any] = field(default_factory=list)  # micro-batches left over from the previous epoch
+    loader: Any = None
+    epoch_rng: Any = None
+    excluded: list[list[int]] = field(default_factory=list)
+
+
+def count_tokens(batch: Any) -> float:
+    """Tokens that carry loss: labels other than -100 in a mapping with `labels`; else elements of the first integer
+    tensor; else the size of the first tensor's first dimension; else 0 (unknown)."""
+    if isinstance(batch, dict) and isinstance(batch.get("labels"), torch.Tensor):
+        return float((batch["labels"] != -100).sum())
+    tensors = [v for v in _leaves(batch) if isinstance(v, torch.Tensor)]
+    for tensor in tensors:
+        if not tensor.is_floating_point() and tensor.dim() > 1:
+            return float(tensor.numel())
+    return float(tensors[0].shape[0]) if tensors and tensors[0].dim() > 0 else 0.0
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, dict):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _leaves(value)
+    else:
+        yield batch
+
+
+class WindowFeed:
+    """One per run, on every rank.
+
+    loader: iterable of micro-batches; if it has `state_dict` and `load_state_dict` it is restored exactly. A `rewind`
+        method, where there is one, is preferred to `load_state_dict` for a loader that is already iterating.
+    accumulation: micro-batches per window.
+    tail: what happens to an incomplete window at the end of an epoch (BR-18): drop it, flush it as a short window, or
+        carry it into the next epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        accumulation: int = 1,
+        *,
+        tail: Literal["drop", "flush", "carry"] = "drop",
+        tokens: Callable[[Any], float] = count_tokens,
+    ) -> None:
+        self.loader = loader
+        self.accumulation = accumulation
+        self.tail = tail
+        self.exact = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._tokens = tokens
+        self._iterator: Iterator[Any] | None = None
+        self._at = _Position()
+        self._before_pending = _Position()  # state to come back to: before the prefetched window
+        self._pending: Window | None = None
+        self._fetched = False  # the pending slot is filled (perhaps with None: the epoch is over)
+        self._last: Window | None = None
+        self.wait_s = 0.0  # time spent waiting for the loader since last asked
+
+    @property
+    def position(self) -> int:
+        """Windows consumed: the index of the next window to be delivered."""
+        return self._before_pending.window if self._fetched else self._at.window
+
+    @property
+    def epoch(self) -> int:
+        return self._at.epoch
+
+    # -- delivering ---------------------------------------------------------------------------------------------
+
+    def peek(self) -> Window | None:
+        """The next window, fetched if need be. None: this epoch has no further (full) window on this rank."""
+        if not self._fetched:
+            started = time.perf_counter()
+            self._before_pending = self._mark()
+            self._pending = self._fetch()
+            self._fetched = True
+            self.wait_s += time.perf_counter() - started
+        return self._pending
+
+    def take(self) -> Window:
+        """Hand the next window over; the position moves past it."""
+        window = self.peek()
+        if window is None:
+            raise DataPositionError("the feed was asked for a window after the end of its epoch")
+        self._pending, self._fetched = None, False
+        self._last = window
+        return window
+
+    def pad(self) -> Window:
+        """The last window again, with no token carrying loss: keeps a rank without data in step (BR-41)."""
+        if self._last is None or not all(isinstance(b, dict) and "labels" in b for b in self._last.batches):
+            raise DataPositionError("pad_with_zero_weight needs batches that are mappings with `labels`, and one delivered")
+        batches = [{**b, "labels": torch.full_like(b["labels"], -100)} for b in self._last.batches]
+        return Window(self._at.window, batches, 0.0, padding=True)
+
+    def next_epoch(self) -> None:
+        """Close this epoch, whatever is left of it on this rank, and open the next. Call on all ranks together."""
+        self._iterator = None
+        self._pending, self._fetched = None, False
+        self._at.epoch += 1
+        self._at.batches, self._at.ended = 0, False
+        self._at.epoch_rng = None
+
+    def exclude(self, first: int, last: int) -> None:
+        """Never deliver windows [first, last) again. Takes effect on what has not been fetched yet."""
+        if last > first:
+            self._at.excluded.append([first, last])
+
+    @property
+    def excluded(self) -> list[tuple[int, int]]:
+        return [(a, b) for a, b in self._at.excluded]
+
+    def _fetch(self) -> Window | None:
+        while True:
+            batches, self._at.carry = self._at.carry, []
+            while len(batches) < self.accumulation:
+                try:
+                    batches.append(self._next_batch())
+                except StopIteration:
+                    if not batches or self.tail == "drop":
+                        return None
+                    if self.tail == "carry":
+                        self._at.carry = batches
+                        return None
+                    break  # flush: a short window
+            index = self._at.window
+            self._at.window += 1
+            if not any(first <= index < last for first, last in self._at.excluded):
+                return Window(index, batches, sum(self._tokens(b) for b in batches))
+
+    def _next_batch(self) -> Any:
+        if self._at.ended:
+            raise StopIteration  # asking again would start the next epoch of some loaders
+        if self._iterator is None:
+            self._open()
+        assert self._iterator is not None
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._at.ended = True
+            raise
+        self._at.batches += 1
+        return batch
+
+    def _open(self) -> None:
+        """Start iterating this epoch. Whatever decides the order (sampler epoch, RNG) is set or recorded first."""
+        for part in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._at.epoch)
+        if not self.exact and self._at.epoch_rng is None:
+            self._at.epoch_rng = capture_rng()
+        self._iterator = iter(self.loader)
+
+    # -- coming back --------------------------------------------------------------------------------------------
+
+    def _mark(self) -> _Position:
+        if self._iterator is None and not self.exact and not self._at.ended:
+            self._open()  # so that the RNG under which this epoch is shuffled is part of the mark
+        loader = self.loader.state_dict() if self.exact else None  # type: ignore[attr-defined]
+        at = self._at
+        return _Position(at.window, at.epoch, at.batches, at.ended, list(at.carry), loader, at.epoch_rng, at.excluded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State before the prefetched window: restoring it delivers that window next."""
+        mark = self._before_pending if self._fetched else self._mark()
+        return {
+            "window": mark.window,
+            "epoch": mark.epoch,
+            "batches": mark.batches,
+            "ended": mark.ended,
+            "carry": mark.carry,
+            "loader": mark.loader,
+            "epoch_rng": mark.epoch_rng,
+            "accumulation": self.accumulation,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position, forwards or back. The exclusion list is not part of it: it outlives a rollback.
+
+        By count this replays the loader's draws from the global RNG streams: restore RNG afterwards."""
+        if state["accumulation"] != self.accumulation:
+            raise DataPositionError(
+                f"saved with {state['accumulation']} micro-batches per step, now {self.accumulation}: positions differ"
+            )
+        self._pending, self._fetched, self._iterator = None, False, None
+        excluded = self._at.excluded
+        self._at = _Position(
+            state["window"],
+            state["epoch"],
+            state["batches"],
+            state["ended"],
+            list(state["carry"]),
+            None,
+            state["epoch_rng"],
+            excluded,
+        )
+        if self.exact:
+            if hasattr(self.loader, "rewind"):
+                self.loader.rewind(state["loader"])
+            else:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        elif not state["ended"]:
+            restore_rng(state["epoch_rng"])
+            self._open()
+            assert self._iterator is not None
+            for read in range(state["batches"]):
+                try:
+                    next(self._iterator)
+                except StopIteration:
+                    raise DataPositionError(
+                        f"the loader ended after {read} of the {state['batches']} batches it had delivered before"
+                    ) from None

@@ -1,0 +1,79 @@
+"""Capture and restore of one rank's full state, with the proof that a restore is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from resilient.checkpoint.rng import capture_rng, restore_rng
+from resilient.checkpoint.snapshot import PARTS, Snapshot
+from resilient.coordinator.feed import WindowFeed
+from resilient.coordinator.judge import Judge
+from resilient.engines.base import Engine
+from resilient.errors import CheckpointError
+
+
+class StateKeeper:
+    """Knows the parts of a snapshot and the order in which they must go back."""
+
+    def __init__(self, engine: Engine, feed: WindowFeed, judge: Judge | None) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._judge = judge
+
+    def capture(self, step: int, attempt: int) -> Snapshot:
+        """Frozen state at a quiescent point: optimizer, schedule, counters and data position have all moved."""
+        parts = self._parts()
+        return Snapshot(
+            step=step,
+            attempt=attempt,
+            position=self._feed.position,
+            lr=self._engine.lr(),
+            schedule=self._engine.counters().schedule,
+            parts=parts,
+            digests=Snapshot.digest_parts(parts),
+        )
+
+    def restore(self, snapshot: Snapshot, exclude: tuple[int, int] | None = None) -> list[str]:
+        """Put a snapshot back and prove it. Returns what differs from the snapshot: empty when the restore is exact.
+
+        exclude: data windows [first, last) that are not to be delivered again."""
+        missing = [name for name in PARTS if name not in snapshot.parts]
+        if missing:
+            raise CheckpointError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}: it cannot be restored")
+        self._engine.restore(snapshot.parts["engine"])
+        if self._judge is not None and snapshot.parts["judge"]:
+            self._judge.load_state_dict(snapshot.parts["judge"])
+        self._feed.load_state_dict(snapshot.parts["data"])
+        if exclude is not None:
+            self._feed.exclude(*exclude)
+        self._feed.peek()  # as at capture: the next window is in hand, and whatever RNG its loading drew is drawn
+        restore_rng(snapshot.parts["rng"], self._engine.device)  # last: everything above may draw
+        return self._differences(snapshot)
+
+    def _differences(self, snapshot: Snapshot) -> list[str]:
+        found = Snapshot.digest_parts(self._parts())
+        differences = [
+            f"{name}: digest {found[name]}, expected {digest}"
+            for name, digest in snapshot.digests.items()
+            if found[name] != digest and not (name == "judge" and not snapshot.parts["judge"])
+        ]
+        for name, now, then in (
+            ("lr", self._engine.lr(), snapshot.lr),
+            ("schedule", self._engine.counters().schedule, snapshot.schedule),
+            ("steps", self._engine.counters().steps, snapshot.step),
+            ("position", self._feed.state_dict()["window"], snapshot.position),
+        ):
+            if now != then:
+                differences.append(f"{name}: found {now}, expected {then}")
+        return differences
+
+    def _parts(self) -> dict[str, Any]:
+        with torch.no_grad():
+            return {
+                "engine": self._engine.capture(),
+                "rng": capture_rng(self._engine.device),
+                "data": self._feed.state_dict(),
+                "judge": self._judge.state_dict() if self._judge is not None else {},
+            }

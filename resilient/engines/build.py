@@ -1,0 +1,106 @@
+"""From a bare module and conf/engine to an engine: how the reference job wraps its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from resilient.engines.base import Engine, EngineConfig
+from resilient.engines.ddp import DDPEngine
+from resilient.engines.fsdp2 import FSDP2Engine
+from resilient.errors import ConfigError
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+def build_engine(
+    config: EngineConfig,
+    module: nn.Module,
+    *,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+    clip: float | None,
+    accumulation: int,
+    micro_batch: int,
+    device: torch.device,
+) -> Engine:
+    """Wrap `module` (already on `device`, the same weights on every rank) as `config` says. Call on every rank.
+
+    make_optimizer: called with the wrapped or sharded module, whose parameters it must use.
+    accumulation, micro_batch: micro-steps per optimizer step and samples per micro-step and rank (DeepSpeed asks).
+    Raises ConfigError, naming the key, for a combination that cannot work.
+    """
+    check_engine_config(config)
+    if config.name == "deepspeed":
+        from resilient.engines import deepspeed  # slow to import, and needed only here
+
+        return deepspeed.build(
+            config,
+            module,
+            make_optimizer=make_optimizer,
+            make_scheduler=make_scheduler,
+            clip=clip,
+            accumulation=accumulation,
+            micro_batch=micro_batch,
+            device=device,
+        )
+    if config.name == "fsdp2":
+        model = _shard(module, config.precision, device)
+        optimizer = make_optimizer(model)
+        return FSDP2Engine(model, optimizer, make_scheduler and make_scheduler(optimizer), clip=clip)
+    optimizer = make_optimizer(module)
+    scheduler = make_scheduler and make_scheduler(optimizer)
+    model = _replicate(module, config.bucket_mb, device)
+    return DDPEngine(model, optimizer, scheduler, clip=clip, precision=config.precision)
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """Raises ConfigError for values that cannot work together. Needs no process group."""
+    if config.name not in ("ddp", "fsdp2", "deepspeed"):
+        raise ConfigError(f"engine.name={config.name}: must be ddp, fsdp2 or deepspeed")
+    if config.precision not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"engine.precision={config.precision}: must be fp32, bf16 or fp16")
+    if not config.bucket_mb > 0:
+        raise ConfigError(f"engine.bucket_mb={config.bucket_mb}: must be positive")
+    if config.name == "deepspeed":
+        if config.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"engine.zero_stage={config.zero_stage}: must be 0, 1, 2 or 3")
+        return
+    if config.precision == "fp16":
+        raise ConfigError(
+            f"engine.precision=fp16 with engine.name={config.name}: fp16 needs a DeepSpeed engine: its dynamic loss scaler"
+        )
+    if config.zero_stage != 0:
+        raise ConfigError(f"engine.zero_stage={config.zero_stage} with engine.name={config.name}: only DeepSpeed has stages")
+    if config.deepspeed:
+        raise ConfigError(f"engine.deepspeed is set with engine.name={config.name}: only DeepSpeed reads it")
+
+
+def _replicate(module: nn.Module, bucket_mb: float, device: torch.device) -> nn.Module:
+    """DDP where there are other ranks, else the module itself."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return module
+    device_ids = None if device.type == "cpu" else [device]
+    return DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_mb)  # type: ignore[arg-type]
+
+
+def _shard(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
+    """fully_shard on each of `module.blocks`, if there are any, and on the whole."""
+    if not dist.is_initialized():
+        raise ConfigError("engine.name=fsdp2 needs a process group, of one process if need be")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in getattr(module, "blocks", ()):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)

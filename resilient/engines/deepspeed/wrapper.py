@@ -1,0 +1,185 @@
+"""`DeepSpeedEngine`: the Engine protocol around what `deepspeed.initialize` returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from resilient.engines.base import Counters, EngineState, Taps
+from resilient.engines.deepspeed.stages import stage_of
+from resilient.engines.deepspeed.state import Buffers, capture_state, restore_state
+from resilient.signals import Knobs
+
+if TYPE_CHECKING:
+    import deepspeed
+
+
+class DeepSpeedEngine:
+    """ZeRO 0, 1, 2 and 3 in fp32, bf16 and fp16. All methods on every rank, in the same order.
+
+    engine: what `deepspeed.initialize` returned.
+    scheduler: an LR schedule that DeepSpeed does not know; `apply` steps it after the engine stepped. The engine's own
+        `lr_scheduler` is stepped by DeepSpeed and needs no mention.
+
+    While wrapped, gradient accumulation follows `begin_micro_step`, not DeepSpeed's own micro-step count, and
+    `engine.backward` and `engine.step` are called from here only. Do not call them yourself.
+    Raises ConfigError for engines whose gradients or state would not be seen in full (offload, MoE, pipeline...).
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, scheduler: Any = None) -> None:
+        self.engine = engine
+        self.module: torch.nn.Module = engine.module
+        self.device = torch.device(engine.device)
+        self.per_micro_step = engine.zero_optimization_stage() >= 2
+        self._stage = stage_of(engine)
+        self._world = engine.dp_world_size
+        self._own_scheduler = scheduler if scheduler is not engine.lr_scheduler else None
+        self._refused = engine.skipped_steps  # steps that DeepSpeed refused itself: it counts them in global_steps too
+        self._buffers = Buffers(self.module)
+        self._index, self._count = 0, 1
+        self._listening = False
+        self._reset_taps()
+        self._stage.connect(self._observe)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [s for s in (self.engine.lr_scheduler, self._own_scheduler) if s is not None]
+
+    # --- one window ---
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def begin_micro_step(self, index: int, count: int) -> None:
+        """Micro-step `index` of `count`. `count` may differ from the configured accumulation (a short last window)."""
+        if index == 0:
+            self._reset_taps()
+            self._buffers.remember()
+        self._index, self._count = index, count
+        self.engine.set_gradient_accumulation_boundary(index == count - 1)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`engine.backward` of loss / count. The loss is taken to float32 first, so that the loss scale fits."""
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
+        self._listening = True
+        try:
+            self.engine.backward(self._stage.scale_loss(loss / self._count), scale_wrt_gas=False)
+        finally:
+            self._listening = False
+        if self._index < self._count - 1:
+            self.engine.step()  # not a boundary: DeepSpeed only counts the micro-step
+
+    def taps(self) -> Taps:
+        """Local norm of what entered the reduction; reduced share of what `engine.step` is about to use."""
+        unscale = self._stage.loss_scale() ** 2
+        share = _squared_norm(self._stage.reduced(), self.device) / unscale
+        if self._stage.replicated:
+            share = share / self._world
+        return Taps(local_sq=self._local_sq / unscale, reduced_sq_share=share, buckets=self._seen)
+
+    def _reset_taps(self) -> None:
+        self._local_sq = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._seen = 0
+
+    def _observe(self, gradients: list[torch.Tensor]) -> None:
+        if self._listening:
+            self._local_sq = self._local_sq + _squared_norm(gradients, self.device)
+            self._seen += 1
+
+    # --- the gate ---
+
+    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+        """`engine.step()` at clip x clip_factor. DeepSpeed clips with its own norm, which equals `grad_norm` to rounding.
+
+        DeepSpeed may still refuse the step (an overflow that only it sees): then `counters().skipped` goes up and
+        `counters().steps` does not; gradients are dropped all the same."""
+        if self._index != self._count - 1:
+            raise RuntimeError(f"apply() after micro-step {self._index} of {self._count}: the window is not complete")
+        with self._stage.knobs(knobs):
+            self.engine.step()
+        self._align_micro_steps()
+        if self.engine.was_step_applied():
+            self._stage.after_step()
+            if self._own_scheduler is not None:
+                self._own_scheduler.step()
+        else:
+            self._refused += 1
+            self._stage.drop_gradients()
+
+    def skip(self, overflow: bool = False) -> None:
+        """Drop the window without `engine.step()`. Buffers that the forward passes moved go back as well.
+
+        `overflow` reaches a dynamic loss scaler exactly as in DeepSpeed's own step, which may raise at the smallest scale."""
+        self._stage.drop_gradients()
+        self._buffers.put_back()
+        self.engine.micro_steps += 1
+        self._align_micro_steps()
+        self.engine.skipped_steps += 1
+        self.engine._step_applied = False
+        if overflow:
+            self._stage.overflowed()
+
+    def _align_micro_steps(self) -> None:
+        """Keep DeepSpeed's own boundary arithmetic, (micro_steps + 1) % accumulation, in phase after a short window."""
+        accumulation = self.engine.gradient_accumulation_steps()
+        self.engine.micro_steps += -self.engine.micro_steps % accumulation
+
+    # --- readings ---
+
+    def lr(self) -> float:
+        return float(self._stage.base.param_groups[0]["lr"])
+
+    def loss_scale(self) -> float:
+        return self._stage.loss_scale()
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._stage.dynamic()
+
+    def counters(self) -> Counters:
+        """steps: DeepSpeed's global_steps without those it counted but refused. skipped: its skipped_steps."""
+        return Counters(
+            steps=self.engine.global_steps - self._refused,
+            skipped=self.engine.skipped_steps,
+            schedule=_position(self._schedulers[-1]) if self._schedulers else None,
+        )
+
+    # --- state ---
+
+    def capture(self) -> EngineState:
+        """Clones on the tensors' own devices. ZeRO 1-3: this rank's partitions only."""
+        return capture_state(self.engine, self._stage, self._schedulers, {"refused": self._refused})
+
+    def restore(self, state: EngineState) -> None:
+        """Bit for bit, in place. CheckpointError, before anything is touched, if the state is of another model, stage,
+        precision, world or rank."""
+        extra = restore_state(self.engine, self._stage, self._schedulers, state)
+        self._refused = extra["refused"]
+        self._index, self._count = 0, 1
+        self._reset_taps()
+
+    def close(self) -> None:
+        """Remove the taps; DeepSpeed decides about accumulation boundaries again."""
+        self._stage.disconnect()
+        self.engine._is_gradient_accumulation_boundary = None
+
+
+def _squared_norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """0-dim float64: sum of squares, norms taken in float32 and added in float64. No host sync."""
+    tensors = [t.detach() for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, torch.float32)
+    return torch.stack(norms).double().square().sum()
+
+
+def _position(scheduler: Any) -> int | None:
+    """Steps a schedule has taken: torch counts from 0, DeepSpeed's own schedules from -1."""
+    if hasattr(scheduler, "last_epoch"):
+        return int(scheduler.last_epoch)
+    if hasattr(scheduler, "last_batch_iteration"):
+        return int(scheduler.last_batch_iteration) + 1
+    return None

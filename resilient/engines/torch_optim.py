@@ -1,0 +1,360 @@
+"""What DDP and FSDP2 share: a torch optimizer stepped by us, its knobs, a true skip, capture and restore.
+
+A captured state is one rank's own: plain tensors (local shards for DTensors) and plain Python values, by name.
+
+    {"params": {name: tensor}, "buffers": {name: tensor},
+     "optimizer": {"class": str, "groups": [{"params": [name], "options": {...}}],
+                   "state": {name: {"values": {key: value}, "shapes": {key: [global shape of a sharded tensor]}}}},
+     "schedule": scheduler.state_dict() | None,
+     "counters": {"steps": int, "skipped": int, "schedule": int | None}}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from resilient.engines.base import Counters, EngineState
+from resilient.engines.buffers import BufferHold, local
+from resilient.errors import CheckpointError, ConfigError
+from resilient.signals import Knobs
+
+_SHOWN = 8  # lines of a mismatch report
+
+
+class TorchOptimEngine:
+    """Base of the engines whose user brings a `torch.optim` optimizer. Subclasses add the forward and the taps.
+
+    module: holds every parameter that `optimizer` steps; names in a captured state are its names.
+    scheduler: stepped once per applied step; position 0 is where it stood when the engine was built.
+    clip: largest global gradient norm, or None; `knobs.clip_factor` scales it.
+    """
+
+    per_micro_step = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        clip: float | None,
+        device: torch.device,
+    ) -> None:
+        _check_scheduler(optimizer, scheduler)
+        if clip is not None and not clip > 0:
+            raise ConfigError(f"clip={clip}: must be positive, or None for no clipping")
+        self.module = module
+        self.device = device
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.clip = clip
+        self._params = dict(module.named_parameters())
+        self._group_names = _names_by_group(self._params, optimizer)
+        self._buffers = BufferHold(module)
+        self._micro_steps = 1
+        self._steps = 0
+        self._skipped = 0
+        self._schedule_start = _position(scheduler)
+
+    # --- one window -----------------------------------------------------------------------------------------
+
+    def begin_micro_step(self, index: int, count: int) -> None:
+        self._micro_steps = count
+        if index == 0:
+            self._buffers.take()
+            self._begin_window()
+        self._set_sync(index == count - 1)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._micro_steps > 1:
+            loss = loss / self._micro_steps
+        loss.backward()
+
+    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+        """Clip by min(1, clip * clip_factor / (grad_norm + 1e-6)) as `torch.nn.utils.clip_grad_norm_` does, step, advance
+        the schedule, clear gradients, count. Raises ConfigError, with nothing touched, for a betas knob on an optimizer
+        without betas."""
+        groups = self.optimizer.param_groups
+        if knobs.betas is not None and not all("betas" in group for group in groups):
+            raise ConfigError(f"the policy changes betas, but {type(self.optimizer).__name__} has none")
+        if self.clip is not None:
+            coefficient = self.clip * knobs.clip_factor / (grad_norm + 1e-6)
+            grads = [local(g) for g in self._grads().values()]
+            if coefficient < 1 and grads:
+                torch._foreach_mul_(grads, coefficient)
+        with _overridden(groups, knobs):
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()  # after the LR factor is gone: recursive schedules build on group["lr"]
+        self._clear_gradients()
+        self._buffers.drop()
+        self._steps += 1
+
+    def skip(self, overflow: bool = False) -> None:
+        """Gradients cleared, buffers as before the window; without a loss scaler `overflow` means nothing here."""
+        self._clear_gradients()
+        self._buffers.put_back()
+        self._skipped += 1
+
+    # --- what the coordinator reads -------------------------------------------------------------------------
+
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        return False
+
+    def counters(self) -> Counters:
+        """schedule: the scheduler's `last_epoch` now, less what it was when the engine was built: steps it took."""
+        position = _position(self.scheduler)
+        schedule = None if position is None or self._schedule_start is None else position - self._schedule_start
+        return Counters(self._steps, self._skipped, schedule)
+
+    # --- capture and restore --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def capture(self) -> EngineState:
+        """Clones on the tensors' own devices; see the module's docstring for the layout. Not a collective."""
+        counters = self.counters()
+        return {
+            "params": {name: local(p).clone() for name, p in self._params.items()},
+            "buffers": {name: local(b).clone() for name, b in self.module.named_buffers()},
+            "optimizer": {
+                "class": type(self.optimizer).__name__,
+                "groups": [
+                    {
+                        "params": list(names),
+                        "options": {key: _frozen(value) for key, value in group.items() if key != "params"},
+                    }
+                    for names, group in zip(self._group_names, self.optimizer.param_groups, strict=True)
+                ],
+                "state": self._capture_optimizer_state(),
+            },
+            "schedule": None if self.scheduler is None else _frozen(self.scheduler.state_dict()),
+            "counters": {"steps": counters.steps, "skipped": counters.skipped, "schedule": counters.schedule},
+        }
+
+    @torch.no_grad()
+    def restore(self, state: EngineState) -> None:
+        """In place: parameters, buffers and existing optimizer tensors keep their storage. Not a collective.
+
+        Raises CheckpointError listing what differs if the state is of another model, optimizer, sharding or schedule;
+        nothing has been touched then. Buffers registered as non-persistent are put back where they fit and otherwise
+        left alone: by declaration they can be rebuilt.
+        """
+        differences = self._differences(state)
+        if differences:
+            more = len(differences) - _SHOWN
+            lines = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError("this state does not belong to this engine:\n  " + "\n  ".join(lines))
+        self._abandon_window()
+        self._clear_gradients()
+        self._buffers.drop()
+        for name, p in self._params.items():
+            local(p).copy_(state["params"][name])
+        for name, b in self.module.named_buffers():
+            saved = state["buffers"].get(name)
+            if saved is not None and saved.shape == local(b).shape:
+                local(b).copy_(saved)
+        for saved_group, group in zip(state["optimizer"]["groups"], self.optimizer.param_groups, strict=True):
+            for key, value in saved_group["options"].items():
+                group[key] = _put(group.get(key), value)
+        self._restore_optimizer_state(state["optimizer"]["state"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(_frozen(state["schedule"]))
+        counters = state["counters"]
+        self._steps, self._skipped = counters["steps"], counters["skipped"]
+        position = _position(self.scheduler)
+        if position is not None:
+            self._schedule_start = position - counters["schedule"]
+
+    def _capture_optimizer_state(self) -> dict[str, Any]:
+        state = self.optimizer.state
+        ours = {id(p) for p in self._params.values()}
+        strangers = [key for key in state if id(key) not in ours]
+        if strangers:
+            raise CheckpointError(
+                f"{type(self.optimizer).__name__} keeps state that belongs to no parameter of the model "
+                f"({type(strangers[0]).__name__}); it could not be restored"
+            )
+        captured: dict[str, Any] = {}
+        for name, p in self._params.items():
+            if p in state:
+                values = state[p]
+                captured[name] = {
+                    "values": {key: _frozen(value) for key, value in values.items()},
+                    "shapes": {key: list(value.shape) for key, value in values.items() if isinstance(value, DTensor)},
+                }
+        return captured
+
+    def _restore_optimizer_state(self, saved: dict[str, Any]) -> None:
+        for names, group in zip(self._group_names, self.optimizer.param_groups, strict=True):
+            step_on_device = bool(group.get("capturable") or group.get("fused"))
+            for name in names:
+                p = self._params[name]
+                if name not in saved:
+                    self.optimizer.state.pop(p, None)
+                    continue
+                live = self.optimizer.state[p]
+                for key in live.keys() - saved[name]["values"].keys():
+                    del live[key]
+                for key, value in saved[name]["values"].items():
+                    shape = saved[name]["shapes"].get(key)
+                    if isinstance(value, torch.Tensor) and (key != "step" or step_on_device):
+                        value = value.to(p.device)  # torch.optim keeps `step` on the CPU otherwise
+                    live[key] = _put(live.get(key), value, like=p, shape=shape)
+
+    def _differences(self, state: EngineState) -> list[str]:
+        """What stops `state` from being restored here, one readable line each. Reads only."""
+        missing = [key for key in ("params", "buffers", "optimizer", "schedule", "counters") if key not in state]
+        if missing:
+            return [f"part '{key}' is missing" for key in missing]
+        found = _tensor_differences("parameter", state["params"], self._params)
+        persistent = _persistent_buffers(self.module)
+        buffers = {name: b for name, b in state["buffers"].items() if name in persistent}
+        found += _tensor_differences("buffer", buffers, persistent)
+        optimizer = state["optimizer"]
+        if optimizer["class"] != type(self.optimizer).__name__:
+            found.append(f"optimizer: {optimizer['class']} in the state, {type(self.optimizer).__name__} here")
+        groups = [group["params"] for group in optimizer["groups"]]
+        if len(groups) != len(self._group_names):
+            found.append(f"parameter groups: {len(groups)} in the state, {len(self._group_names)} here")
+        for i, (theirs, ours) in enumerate(zip(groups, self._group_names, strict=False)):
+            if list(theirs) != list(ours):
+                only = sorted(set(theirs) ^ set(ours))
+                found.append(f"parameter group {i}: " + (f"differs in {', '.join(only[:4])}" if only else "other order"))
+        if (state["schedule"] is None) != (self.scheduler is None):
+            found.append(f"LR schedule: {'none' if state['schedule'] is None else 'one'} in the state, but not here")
+        return found
+
+    # --- what a subclass fills in or extends ----------------------------------------------------------------
+
+    def _begin_window(self) -> None:
+        """A new window starts: forget the last one's measurements."""
+
+    def _set_sync(self, last: bool) -> None:
+        """Reduce gradients in the backward that follows only if it is the window's last."""
+
+    def _abandon_window(self) -> None:
+        """A restore came, perhaps in the middle of a window: drop what the wrapper holds beside `.grad`."""
+
+    def _grads(self) -> dict[str, torch.Tensor]:
+        """Gradients that exist, by parameter name."""
+        return {name: p.grad for name, p in self._params.items() if p.grad is not None}
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for p in self._params.values():
+            p.grad = None  # parameters that no group holds would otherwise add up across windows
+
+
+@contextmanager
+def _overridden(groups: Sequence[dict[str, Any]], knobs: Knobs) -> Iterator[None]:
+    """The optimizer's groups with the knobs applied; the original values come back however the step ends."""
+    kept = [{key: group[key] for key in ("lr", "betas") if key in group} for group in groups]
+    try:
+        for group in groups:
+            if knobs.lr_factor != 1.0:
+                group["lr"] = group["lr"] * knobs.lr_factor
+            if knobs.betas is not None:
+                group["betas"] = knobs.betas
+        yield
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+
+
+def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau steps on a metric, not on optimizer steps: "
+            "leave it out of the guard and step it after your own evaluation"
+        )
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("the LR scheduler drives another optimizer than the one given")
+
+
+def _position(scheduler: LRScheduler | None) -> int | None:
+    """Steps the scheduler has taken by its own count. ChainedScheduler keeps none; its first part does."""
+    while scheduler is not None and not hasattr(scheduler, "last_epoch"):
+        scheduler = scheduler._schedulers[0]
+    return None if scheduler is None else int(scheduler.last_epoch)
+
+
+def _names_by_group(params: dict[str, nn.Parameter], optimizer: Optimizer) -> list[list[str]]:
+    names = {id(p): name for name, p in params.items()}
+    lost = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if lost:
+        raise ConfigError(
+            f"the optimizer holds {len(lost)} parameters that are not the model's (shapes {lost[:3]}). "
+            "Build the optimizer from the model after wrapping or sharding it: fully_shard replaces the parameters"
+        )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    temporary = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: b for name, b in module.named_buffers() if name not in temporary}
+
+
+def _tensor_differences(
+    kind: str, saved: dict[str, torch.Tensor], live: dict[str, torch.Tensor] | dict[str, nn.Parameter]
+) -> list[str]:
+    found = [f"{kind} {name}: only in the state" for name in saved if name not in live]
+    for name, tensor in live.items():
+        ours = local(tensor)
+        theirs = saved.get(name)
+        if theirs is None:
+            found.append(f"{kind} {name}: not in the state")
+        elif theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+            found.append(
+                f"{kind} {name}: shape {tuple(theirs.shape)} {theirs.dtype} in the state, "
+                f"{tuple(ours.shape)} {ours.dtype} on this rank"
+            )
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    """A deep copy that nothing else refers to: tensors detached, cloned and local, NumPy scalars as Python ones."""
+    if isinstance(value, torch.Tensor):
+        return local(value).clone()
+    if type(value) is dict:
+        return {key: _frozen(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_frozen(item) for item in value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return copy.deepcopy(value)
+
+
+def _put(live: Any, saved: Any, like: torch.Tensor | None = None, shape: list[int] | None = None) -> Any:
+    """`saved` as a live value: copied into `live` where that tensor fits, else a new one, sharded as `like` if `shape`
+    (its global shape) is given."""
+    if not isinstance(saved, torch.Tensor):
+        return _frozen(saved)
+    if isinstance(live, torch.Tensor) and local(live).shape == saved.shape and live.dtype == saved.dtype:
+        local(live).copy_(saved)
+        return live
+    fresh = saved.detach().clone()
+    if shape is None or not isinstance(like, DTensor):
+        return fresh
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        fresh, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )

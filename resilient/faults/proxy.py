@@ -1,0 +1,90 @@
+"""An engine that behaves like the one it wraps, for faults to change one thing about, and when a fault is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from resilient.engines.base import Counters, Engine, EngineState, Taps
+from resilient.signals import Knobs
+
+
+class EngineProxy:
+    """The Engine protocol, passed on. It also knows which attempt is running: it counts window starts.
+
+    step: tells the optimizer step being attempted; read once when a window begins.
+    """
+
+    def __init__(self, engine: Engine, step: Callable[[], int]) -> None:
+        self.inner = engine
+        self.name = engine.name
+        self.module = engine.module
+        self.device = engine.device
+        self.per_micro_step = engine.per_micro_step
+        self.step = 0  # being attempted
+        self.attempt = 0  # windows begun in this process
+        self._read_step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # what an engine offers beyond the protocol
+
+    def begin_micro_step(self, index: int, count: int) -> None:
+        if index == 0:
+            self.step = self._read_step()
+            self.attempt += 1
+        self.inner.begin_micro_step(index, count)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.inner.backward(loss)
+
+    def taps(self) -> Taps:
+        return self.inner.taps()
+
+    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+        self.inner.apply(grad_norm, knobs)
+
+    def skip(self, overflow: bool = False) -> None:
+        self.inner.skip(overflow)
+
+    def lr(self) -> float:
+        return self.inner.lr()
+
+    def loss_scale(self) -> float:
+        return self.inner.loss_scale()
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.inner.dynamic_loss_scale()
+
+    def counters(self) -> Counters:
+        return self.inner.counters()
+
+    def capture(self) -> EngineState:
+        return self.inner.capture()
+
+    def restore(self, state: EngineState) -> None:
+        self.inner.restore(state)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Trigger:
+    """Due in the steps [first, first + window), for the whole attempt (all its micro-steps), and in the first attempt
+    at each step only: a replay after a rollback is clean, as with a real transient. repeat: in every attempt."""
+
+    def __init__(self, proxy: EngineProxy, first: int, window: int = 1, repeat: bool = False) -> None:
+        self._proxy = proxy
+        self._steps = range(first, first + window)
+        self._repeat = repeat
+        self._fired: dict[int, int] = {}  # step -> the attempt it fired in
+
+    def due(self) -> bool:
+        step, attempt = self._proxy.step, self._proxy.attempt
+        if step not in self._steps:
+            return False
+        return self._repeat or self._fired.setdefault(step, attempt) == attempt

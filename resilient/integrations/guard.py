@@ -1,0 +1,340 @@
+"""`resilient.Guard`: the guard around a training loop of one's own.
+
+    guard = resilient.Guard(model, optimizer, scheduler=scheduler, data=loader, run_dir="runs/my-run")
+    for batch in guard.batches(epochs=3):
+        loss = model(batch)
+        guard.backward(loss)
+        guard.step()
+
+`model` may be a DeepSpeed engine, a model with `fully_shard` applied, a DistributedDataParallel, or, in one process, a
+plain module. `guard.step()` is called once per micro-batch and does what optimizer.step(), scheduler.step() and
+zero_grad() did, when the window is complete and all ranks agree that the step is sound.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
+from resilient.checkpoint.filesystem import FilesystemStore
+from resilient.checkpoint.ring import MemoryRing
+from resilient.coordinator.config import GuardConfig
+from resilient.coordinator.coordinator import Coordinator
+from resilient.coordinator.events import Listener
+from resilient.coordinator.exchange import Exchange
+from resilient.coordinator.feed import WindowFeed, count_tokens
+from resilient.coordinator.judge import Judge
+from resilient.coordinator.outer import Outer
+from resilient.detectors import DetectorConfig, build_detectors
+from resilient.engines.base import Engine
+from resilient.errors import ConfigError, ResilientError
+from resilient.policies import Ladder, PolicyConfig
+from resilient.recovery.verdict import announce
+from resilient.telemetry.listeners import Progress, RunRecorder
+from resilient.telemetry.run_directory import RunDirectory
+
+
+class Guard:
+    """Construct on every rank, after the model is wrapped and before the first batch.
+
+    model, optimizer, scheduler, data: the loop's own objects. `data` is any iterable of micro-batches; with
+        `state_dict`/`load_state_dict` it is restored exactly, otherwise by count (`restores_data` says which).
+    accumulation: micro-batches per optimizer step. For a DeepSpeed engine its own setting is taken.
+    clip: clip the global gradient norm to this value. For a DeepSpeed engine its own setting is used.
+    policy: "default", "observe", "off", or a PolicyConfig.
+    run_dir: where to write journal, steps, incidents and checkpoints; None: nothing is written or resumed.
+    resume: auto (go on if `run_dir` holds a checkpoint) | never | must.
+    tokens: how many loss-carrying tokens a micro-batch holds.
+    fingerprint: JSON values a checkpoint must match to be loaded, besides engine and world size.
+
+    Raises ConfigError on all ranks when the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        data: Iterable[Any],
+        scheduler: Any = None,
+        accumulation: int | None = None,
+        clip: float | None = None,
+        policy: str | PolicyConfig = "default",
+        detector: DetectorConfig | None = None,
+        run_dir: str | os.PathLike[str] | RunDirectory | None = None,
+        resume: Literal["auto", "never", "must"] = "auto",
+        on_no_valid_checkpoint: Literal["stop", "fresh"] = "stop",
+        snapshot: SnapshotConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        guard: GuardConfig | None = None,
+        total_steps: int | None = None,
+        log_every: int = 10,
+        tokens: Callable[[Any], float] = count_tokens,
+        config: Mapping[str, Any] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        listeners: Sequence[Listener] = (),
+        exchange: Exchange | None = None,
+        progress: bool = True,
+    ) -> None:
+        engine = wrap(model, optimizer, scheduler, clip)
+        self.engine = engine
+        self.policy = _policy(policy)
+        guard = guard or GuardConfig()
+        checkpoint = checkpoint or CheckpointConfig()
+        exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s)
+        self.rank, self.world = exchange.rank, exchange.world_size
+        feed = WindowFeed(data, _accumulation(model, accumulation), tail=guard.on_epoch_tail, tokens=tokens)
+        judge = None
+        if self.policy.mode != "off":
+            judge = Judge(build_detectors(detector or DetectorConfig()), Ladder(self.policy))
+        self.run = run_dir if run_dir is None or isinstance(run_dir, RunDirectory) else None
+        if run_dir is not None and self.run is None:
+            self.run = open_run(run_dir, config or {}, exchange, resume=resume)  # type: ignore[arg-type]
+        store = None
+        if self.run is not None:
+            store = FilesystemStore(
+                self.run.checkpoints,
+                rank=self.rank,
+                world=self.world,
+                vote=exchange.vote,
+                keep=checkpoint.keep,
+                run_id=self.run.run_id,
+                generation=self.run.generation,
+                fingerprint={"engine": engine.name, **(fingerprint or {})},
+            )
+        self._recorder = RunRecorder(self.run) if self.run is not None and self.rank == 0 else None
+        built: list[Listener] = [*listeners]
+        if self._recorder is not None:
+            built.append(self._recorder)
+        if progress and self.rank == 0:
+            built.append(Progress(self.run, total_steps=total_steps, log_every=log_every))
+        self._coordinator = Coordinator(
+            engine,
+            feed,
+            judge=judge,
+            exchange=exchange,
+            ring=MemoryRing(snapshot or SnapshotConfig()),
+            config=guard,
+            checkpoint=checkpoint,
+            store=store,
+            listeners=built,
+            outer_path=self.run.path / "outer.json" if self.run is not None else None,
+        )
+        self._exchange = exchange
+        self.restores_data: Literal["exactly", "by count"] = "exactly" if feed.exact else "by count"
+        self._store = store
+        self._on_no_valid_checkpoint = on_no_valid_checkpoint
+        self._begun = False
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Resume or begin. Called by the first `batches()`; call it yourself to know `applied` before. Collective."""
+        if self._begun:
+            return
+        self._begun = True
+        coordinator = self._coordinator
+        about = {"engine": self.engine.name, "policy": self.policy.name, "world": self.world, "data_restored": self.restores_data}
+        coordinator.event("start", {**about, "generation": self.run.generation if self.run is not None else 0})
+        snapshot = outer = None
+        if self._store is not None:
+            assert self.run is not None
+            if self.rank == 0:
+                announce(self.run.path, self.run.run_id, self.run.generation)
+            snapshot = self._store.load(on_no_valid_checkpoint=self._on_no_valid_checkpoint)
+            if snapshot is not None:
+                saved = self._store.manifest.outer if self._store.manifest is not None else None
+                outer = Outer.from_dict(self._exchange.share(_newest_outer(self.run.path / "outer.json", saved)))
+        coordinator.start(snapshot, outer)
+
+    def batches(self, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
+        """Micro-batches until `steps` optimizer steps are in force or `epochs` epochs of the run are over; with neither,
+        one pass over the data. Rollbacks happen inside. The same number of micro-batches on all ranks."""
+        self.start()
+        yield from self._coordinator.batches(steps, epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+    def backward(self, loss: torch.Tensor, report: torch.Tensor | None = None, tokens: int | None = None) -> None:
+        """In place of loss.backward(). Gradients are the mean over micro-steps and ranks of `loss`: do not divide by the
+        accumulation. report, tokens: this rank's own mean loss and over how many tokens, when `loss` is weighted."""
+        self._coordinator.backward(loss, report, tokens)
+
+    def step(self) -> bool:
+        """In place of optimizer.step(), scheduler.step() and zero_grad(); once per micro-batch. True when a window ended.
+
+        Raises on all ranks together: StopRequested (the policy stops), Preempted, MonitorBlind, ScheduleMismatch,
+        CounterMismatch, RankDisagreement."""
+        return self._coordinator.step()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """`with guard.evaluation():` around evaluation passes: the guard does not look at what happens inside."""
+        return self._coordinator.evaluation()
+
+    def checkpoint(self) -> None:
+        """Save at the next point where optimizer, schedule, counters and data agree. Harmless from one rank alone."""
+        self._coordinator.request_checkpoint()
+
+    def preempt(self) -> None:
+        """Leave at the next step boundary, saved, with Preempted on all ranks. For a signal handler."""
+        self._coordinator.request_preemption()
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """A line of your own in the journal, for example ("evaluation", {"step": ..., "loss": ...})."""
+        self._coordinator.event(kind, fields)
+
+    # -- what a loop may ask --------------------------------------------------------------------------------------
+
+    @property
+    def applied(self) -> int:
+        """Optimizer steps in force."""
+        return self._coordinator.applied
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer step being attempted, 1-based."""
+        return self._coordinator.step_index
+
+    @property
+    def window_tokens(self) -> float:
+        """Loss-carrying tokens of the current window over all ranks and micro-steps; 0 if unknown."""
+        return self._coordinator.window_tokens
+
+    @property
+    def window_size(self) -> int:
+        """Micro-steps in the current window."""
+        return self._coordinator.window_size
+
+    @property
+    def guarded(self) -> bool:
+        """False with policy=off, and after the guard itself broke."""
+        return self._coordinator.guarded
+
+    @property
+    def counters(self) -> Outer:
+        """attempts, applied, skipped, nonfinite_loss, nonfinite_grad, rollbacks, steps_lost of the whole run (BR-44)."""
+        return self._coordinator.outer
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, status: str, *, eval_loss: float | None = None, save: bool = True) -> dict[str, Any]:
+        """Write the last checkpoint and the summary. status: done | stopped | preempted | failed. Collective when `save`.
+
+        Returns the summary on rank 0, {} elsewhere or without a run directory."""
+        if save:
+            self._coordinator.save_final()
+        counters = {k: v for k, v in self.counters.as_dict().items() if k not in ("policy", "excluded")}
+        fields: dict[str, Any] = {"status": status, "counters": counters}
+        if eval_loss is not None:
+            fields["eval_loss"] = eval_loss
+        self._coordinator.event("end", fields)
+        return self._recorder.summary.as_dict() if self._recorder is not None else {}
+
+    def close(self) -> None:
+        """Remove every hook; the wrapped objects work on unguarded. Idempotent."""
+        self._coordinator.close()
+        self.engine.close()
+        if self.run is not None:
+            self.run.close()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close()
+
+
+def wrap(model: Any, optimizer: torch.optim.Optimizer | None, scheduler: Any, clip: float | None) -> Engine:
+    """The engine adapter for what the loop trains. Raises ConfigError when a part is missing."""
+    if isinstance(model, Engine):
+        return model
+    _no_stray_scheduler(optimizer, scheduler)
+    if type(model).__module__.startswith("deepspeed."):  # asked without importing deepspeed for those who do not use it
+        from resilient.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(model, scheduler=scheduler)
+    if optimizer is None:
+        raise ConfigError("Guard: optimizer is missing; only a DeepSpeed engine brings its own")
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        from resilient.engines.fsdp2 import FSDP2Engine
+
+        return FSDP2Engine(model, optimizer, scheduler, clip=clip)
+    from resilient.engines.ddp import DDPEngine
+
+    return DDPEngine(model, optimizer, scheduler, clip=clip)
+
+
+def _no_stray_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
+    """A schedule the guard does not know of is not rolled back, not saved, and not held on a skip (BR-09)."""
+    patched = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)
+    if patched and scheduler is None:
+        raise ConfigError(
+            "Guard: an LR scheduler is attached to this optimizer but was not given to the guard: it would not be saved, "
+            "restored or held on a refused step. Pass scheduler=..., and do not step it yourself"
+        )
+
+
+def _policy(policy: str | PolicyConfig) -> PolicyConfig:
+    if isinstance(policy, PolicyConfig):
+        return policy
+    modes = {"default": "act", "observe": "observe", "off": "off"}
+    if policy not in modes:
+        raise ConfigError(f"Guard: policy {policy!r} is not one of {', '.join(modes)} or a PolicyConfig")
+    return replace(PolicyConfig(), name=policy, mode=modes[policy])  # type: ignore[arg-type]
+
+
+def _accumulation(model: Any, given: int | None) -> int:
+    own = getattr(model, "gradient_accumulation_steps", None)
+    own = own() if callable(own) else None
+    if given is not None and own is not None and given != own:
+        raise ConfigError(f"Guard: accumulation={given}, but the engine was built with {own}")
+    return given or own or 1
+
+
+def open_run(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    exchange: Exchange,
+    *,
+    resume: Literal["auto", "never", "must"] = "auto",
+    on_config_change: Literal["keep", "refuse"] = "keep",
+) -> RunDirectory:
+    """The run directory `path` (<root>/<run id>): rank 0 opens it, the others attach. Collective.
+
+    Raises ConfigError on all ranks when rank 0 cannot open it."""
+    run, answer = None, {}
+    if exchange.rank == 0:
+        try:
+            where = Path(path)
+            run = RunDirectory.open(
+                where.parent, where.name, dict(config), resume=resume, on_config_change=on_config_change
+            )
+            answer = {"path": str(run.path)}
+            for key, was, now in run.differences:
+                print(f"resilient: {run.run_id} began with {key}={was!r}; {now!r} is ignored", file=sys.stderr)
+        except ResilientError as error:
+            answer = {"error": str(error)}
+    answer = exchange.share(answer)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return run if run is not None else RunDirectory.attach(answer["path"])
+
+
+def _newest_outer(path: Path, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What outlives a rollback, from the last incident or the checkpoint, whichever has seen more attempts."""
+    found = [Outer.from_dict(dict(saved))] if saved else []
+    written = Outer.read(path)
+    if written is not None:
+        found.append(written)
+    return asdict(max(found, key=lambda outer: outer.attempts, default=Outer()))

@@ -1,0 +1,160 @@
+"""The ladder: verdict -> decision, with budgets, cool-down and knobs. Pure; the same on every rank.
+
+    nothing found, or only a warning        apply
+    fp16 overflow of a dynamic scale        skip and tell the scaler; an incident only when it does not end (BR-02)
+    1st..max_in_a_row-th refusal in a row   skip
+    then                                    roll back before the onset, skip the data window, cut LR and clip, re-warm
+    budgets used up                         stop, with a report
+
+Everything in `state_dict` outlives a rollback (BR-46): otherwise the budget would reset itself each time it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from resilient.policies.config import PolicyConfig
+from resilient.signals import Decision, Knobs, Severity, Verdict
+
+_NO_DATA_SKIP = ("communication", "compute")  # the batch is not to blame: it stays in the training set
+
+
+class Ladder:
+    """Policy state machine. Call `decide` once per attempt, then `settle` with what was really done."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+        self.refused_in_a_row = 0
+        self.rollbacks = 0
+        self._overflows_in_a_row = 0
+        self._onset: int | None = None  # of the current run of refusals
+        self._skips: deque[int] = deque(maxlen=4096)  # attempts at which a step was skipped
+        self._last_rollback: int | None = None  # attempt
+        self._repeats = 0  # rollbacks since the last time a re-warm ran to its end
+        self._rewarm_left = 0
+        self._cut = Knobs()
+
+    # -- deciding -----------------------------------------------------------------------------------------------
+
+    def decide(self, verdict: Verdict | None, *, step: int, attempt: int, targets: int) -> Decision:
+        """targets: how many snapshots could be gone back to for this verdict's onset."""
+        decision = self._decide(verdict, step, attempt, targets)
+        if self.config.mode == "observe" and decision.action != "apply":
+            return replace(decision, action="apply", would=decision.action, knobs=Knobs(), skip_data=False, overflow=False)
+        return decision
+
+    def _decide(self, verdict: Verdict | None, step: int, attempt: int, targets: int) -> Decision:
+        if verdict is None or verdict.severity < Severity.ACT:
+            return Decision("apply", step, attempt, knobs=self.knobs())
+        onset = min(verdict.onset_step, self._onset if self._onset is not None else step)
+        found = {
+            "cause": verdict.cause,
+            "ranks": verdict.ranks,
+            "place": verdict.place,
+            "onset_step": onset,
+        }
+        if verdict.scale_overflow and self._overflows_in_a_row < self.config.max_overflows_in_a_row:
+            return Decision("skip", step, attempt, reason="overflow of the loss scale", overflow=True, **found)  # type: ignore[arg-type]
+        found["incident"] = True
+        in_a_row = self.refused_in_a_row
+        if in_a_row < self.config.skip.max_in_a_row and self.skips_left(attempt) > 0:
+            return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
+        if self._may_roll_back(attempt) and targets > 0:
+            knobs = Knobs() if verdict.cause in _NO_DATA_SKIP else self._harder()
+            skip_data = self.config.rollback.skip_data and verdict.cause not in _NO_DATA_SKIP
+            reason = f"{self._why(verdict)}; {in_a_row} refusals in a row did not help"
+            return Decision("rollback", step, attempt, reason=reason, knobs=knobs, skip_data=skip_data, **found)  # type: ignore[arg-type]
+        if self.skips_left(attempt) > 0:
+            return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
+        return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; the budget is used up", **found)  # type: ignore[arg-type]
+
+    def _why(self, verdict: Verdict) -> str:
+        return verdict.evidence[0] if verdict.evidence else verdict.cause
+
+    def _may_roll_back(self, attempt: int) -> bool:
+        if self.rollbacks >= self.config.rollback.budget:
+            return False
+        return self._last_rollback is None or attempt - self._last_rollback > self.config.rollback.cooldown
+
+    def _harder(self) -> Knobs:
+        """The cut of this rollback: each repeat without a completed re-warm cuts once more."""
+        times = self._repeats + 1
+        return Knobs(self.config.rollback.lr_factor**times, self.config.rollback.clip_factor**times)
+
+    # -- settling -----------------------------------------------------------------------------------------------
+
+    def settle(self, decision: Decision) -> None:
+        """Book what was done. In observe mode the budgets are booked as if it had been done."""
+        action = decision.would or decision.action
+        if action == "apply":
+            self.refused_in_a_row = self._overflows_in_a_row = 0
+            self._onset = None
+            if self._rewarm_left > 0:
+                self._rewarm_left -= 1
+                self._repeats = 0 if self._rewarm_left == 0 else self._repeats
+            return
+        if decision.overflow and not decision.incident:
+            self._overflows_in_a_row += 1
+            return
+        if action == "skip":
+            self.refused_in_a_row += 1
+            self._onset = decision.onset_step
+            self._skips.append(decision.attempt)
+        elif action == "rollback":
+            self.rollbacks += 1
+            self._last_rollback = decision.attempt
+            self.refused_in_a_row = 0
+            self._onset = None
+            if not decision.knobs.neutral:
+                self._repeats += 1
+                self._cut = decision.knobs
+                self._rewarm_left = self.config.rollback.rewarm
+
+    def knobs(self) -> Knobs:
+        """In effect for the next applied step: the cut LR comes back linearly, the cut clip stays until it is back."""
+        if self._rewarm_left == 0:
+            return Knobs()
+        done = 1.0 - self._rewarm_left / self.config.rollback.rewarm
+        return replace(self._cut, lr_factor=self._cut.lr_factor + (1.0 - self._cut.lr_factor) * done)
+
+    @property
+    def repeats(self) -> int:
+        """How many older targets to pass over: each repeat goes one snapshot further back."""
+        return self._repeats
+
+    def skips_left(self, attempt: int) -> int:
+        recent = sum(1 for a in self._skips if a > attempt - self.config.skip.window)
+        return max(self.config.skip.budget - recent, 0)
+
+    def budget_left(self, attempt: int) -> int:
+        """Interventions left: skips in the window plus rollbacks of the run."""
+        return self.skips_left(attempt) + max(self.config.rollback.budget - self.rollbacks, 0)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "refused_in_a_row": self.refused_in_a_row,
+            "rollbacks": self.rollbacks,
+            "overflows_in_a_row": self._overflows_in_a_row,
+            "onset": self._onset,
+            "skips": list(self._skips),
+            "last_rollback": self._last_rollback,
+            "repeats": self._repeats,
+            "rewarm_left": self._rewarm_left,
+            "cut": {"lr_factor": self._cut.lr_factor, "clip_factor": self._cut.clip_factor},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.refused_in_a_row = state["refused_in_a_row"]
+        self.rollbacks = state["rollbacks"]
+        self._overflows_in_a_row = state["overflows_in_a_row"]
+        self._onset = state["onset"]
+        self._skips = deque(state["skips"], maxlen=4096)
+        self._last_rollback = state["last_rollback"]
+        self._repeats = state["repeats"]
+        self._rewarm_left = state["rewarm_left"]
+        self._cut = Knobs(**state["cut"])

@@ -1,0 +1,1 @@
+"""Every engine against one contract, on real gloo ranks."""

@@ -1,0 +1,485 @@
+"""What every engine must do, independent of the engine. Each `check_*` runs inside spawned ranks:
+
+    def test_x():
+        run_ranks(contract.run, 2, MyAdapter(), ["check_norms", "check_true_skip"])
+
+An adapter is a picklable object that builds the engine under test (see `Adapter`); it may narrow what is compared
+(`bookkeeping`, `norm_bound`) but not what is checked. A check raises AssertionError on the rank that sees the fault.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from resilient.checkpoint.digest import state_digest, walk
+from resilient.checkpoint.rng import capture_rng, restore_rng
+from resilient.engines.base import Engine, EngineState, Taps
+from resilient.errors import CheckpointError
+from resilient.signals import Knobs
+from tests.engines.models import Setup, batch, build_model, loss_of
+
+NEUTRAL = Knobs()
+
+
+class Adapter(Protocol):
+    """One engine under test. Instances are pickled into the ranks.
+
+    name: for messages.
+    precisions: those the engine is checked in.
+    bookkeeping: last path components of captured leaves that a skip may change (the skipped-step count and its kin).
+    """
+
+    name: str
+    precisions: tuple[str, ...]
+    bookkeeping: tuple[str, ...]
+
+    def make(self, setup: Setup, rank: int, world: int) -> Engine:
+        """A fresh engine, with fresh model, optimizer and schedule built by tests.engines.models."""
+
+    def full_parameters(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """Whole float32 (master) parameters by module name, cloned, on every rank. May communicate."""
+
+    def plain_step(self, engine: Engine, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """One training step the unguarded way, with the user's own objects only, after `engine.close()`. Returns the loss."""
+
+
+def run(rank: int, world: int, adapter: Adapter, checks: Sequence[str]) -> list[str]:
+    """Run the named checks in order on this rank; returns their names. The entry point for `run_ranks`."""
+    for name in checks:
+        try:
+            globals()[name](adapter, rank, world)
+        except Exception as error:
+            raise AssertionError(f"{name} of {adapter.name}, rank {rank}: {error}") from error
+    return list(checks)
+
+
+# --- driving an engine ------------------------------------------------------------------------------------------
+
+
+def window(
+    engine: Engine, setup: Setup, index: int, rank: int, *, nan_on: int | None = None, scale: float = 1.0
+) -> tuple[Taps, float]:
+    """All micro-steps of data window `index`: forward and backward, nothing applied. Returns (taps, mean loss).
+
+    nan_on: rank whose last micro-step has a NaN loss. scale: multiplies the loss.
+    """
+    total = 0.0
+    for micro in range(setup.accumulation):
+        tokens, targets = batch(index, micro, rank)
+        engine.begin_micro_step(micro, setup.accumulation)
+        loss = loss_of(engine(tokens), targets) * scale
+        if nan_on == rank and micro == setup.accumulation - 1:
+            loss = loss * math.nan
+        engine.backward(loss)
+        total += float(loss.detach())
+    return engine.taps(), total / setup.accumulation
+
+
+def grad_norm(taps: Taps) -> float:
+    """The global norm as the coordinator computes it: shares summed over ranks."""
+    share = taps.reduced_sq_share.detach().double().clone()
+    dist.all_reduce(share)
+    return math.sqrt(float(share)) if float(share) >= 0 else math.nan
+
+
+def train(
+    engine: Engine, setup: Setup, indices: Sequence[int], rank: int, *, reseed: bool = False
+) -> list[float]:
+    """Train on these data windows. reseed: torch's RNG depends on (window, rank) only, not on what ran before."""
+    losses = []
+    for index in indices:
+        if reseed:
+            torch.manual_seed(7919 * index + rank)
+        taps, loss = window(engine, setup, index, rank)
+        engine.apply(grad_norm(taps), NEUTRAL)
+        losses.append(loss)
+    return losses
+
+
+def leaves(state: EngineState, leave_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Flat copy of a captured state: path -> cloned tensor or plain value."""
+    return {
+        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in walk(state)
+        if path.rsplit("/", 1)[-1] not in leave_out
+    }
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Paths at which two flat states are not bit-identical (a NaN equals the same NaN)."""
+    found = [f"{path}: only on one side" for path in sorted(a.keys() ^ b.keys())]
+    for path in sorted(a.keys() & b.keys()):
+        x, y = a[path], b[path]
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            if x.dtype != y.dtype or x.shape != y.shape or state_digest(x) != state_digest(y):
+                found.append(f"{path}: {tuple(x.shape)} {x.dtype} differs from {tuple(y.shape)} {y.dtype}")
+        elif repr(x) != repr(y):
+            found.append(f"{path}: {x!r} is not {y!r}")
+    return found
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
+    found = differences(a, b)
+    assert not found, f"{what}: {len(found)} of {len(a)} leaves differ:\n  " + "\n  ".join(found[:12])
+
+
+def _all_ranks(value: bool) -> bool:
+    """True if `value` is true on every rank."""
+    flag = torch.tensor(1.0 if value else 0.0)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+# --- the reference ----------------------------------------------------------------------------------------------
+
+
+def reference_norms(
+    setup: Setup, parameters: dict[str, torch.Tensor], index: int, rank: int, world: int, per_micro_step: bool
+) -> tuple[float, float]:
+    """(local, global) gradient norm of one window in one process and float64, from whole parameters.
+
+    per_micro_step: the local norm of an engine that reduces on every micro-step: sqrt of the sum over micro-steps of
+    the squared norm of each micro-step's contribution loss/accumulation.
+    """
+    reduced: dict[str, torch.Tensor] = {}
+    local_sq = 0.0
+    for r in range(world):
+        accumulated: dict[str, torch.Tensor] = {}
+        for micro in range(setup.accumulation):
+            model = build_model(setup.but(dropout=0.0)).double()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(parameters[name])
+            tokens, targets = batch(index, micro, r)
+            (loss_of(model(tokens), targets) / setup.accumulation).backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            if r == rank and per_micro_step:
+                local_sq += sum(float(g.square().sum()) for g in grads.values())
+            for name, g in grads.items():
+                accumulated[name] = accumulated.get(name, 0) + g
+        if r == rank and not per_micro_step:
+            local_sq = sum(float(g.square().sum()) for g in accumulated.values())
+        for name, g in accumulated.items():
+            reduced[name] = reduced.get(name, 0) + g / world
+    return math.sqrt(local_sq), math.sqrt(sum(float(g.square().sum()) for g in reduced.values()))
+
+
+# relative bounds on norms against the float64 reference: float32 as BR-45 demands; 8 bits of mantissa otherwise
+NORM_BOUND = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 1e-2}
+
+
+# --- the checks -------------------------------------------------------------------------------------------------
+
+
+def check_norms(adapter: Adapter, rank: int, world: int) -> None:
+    """BR-45: global and local gradient norms equal a single-process reference, at accumulation 1 and 4, on the first
+    step and after training, tied head and several parameter groups included; there are several buckets."""
+    for precision in adapter.precisions:
+        bound = NORM_BOUND[precision]
+        for accumulation, tied in ((1, False), (4, True)):
+            setup = Setup(accumulation=accumulation, precision=precision, tied=tied, groups=True)  # type: ignore[arg-type]
+            engine = adapter.make(setup, rank, world)
+            for index in range(3):
+                parameters = adapter.full_parameters(engine)
+                taps, _ = window(engine, setup, index, rank)
+                local, whole = reference_norms(setup, parameters, index, rank, world, engine.per_micro_step)
+                got_local, got_whole = math.sqrt(float(taps.local_sq)), grad_norm(taps)
+                case = f"{precision}, accumulation {accumulation}, window {index}"
+                assert abs(got_whole / whole - 1) < bound, f"{case}: grad_norm {got_whole}, reference {whole}"
+                assert abs(got_local / local - 1) < bound, f"{case}: local norm {got_local}, reference {local}"
+                assert taps.local_sq.ndim == 0 and taps.reduced_sq_share.ndim == 0
+                assert taps.buckets > 1, f"{case}: taps saw {taps.buckets} buckets"
+                engine.apply(got_whole, NEUTRAL)
+            engine.close()
+
+
+def check_true_skip(adapter: Adapter, rank: int, world: int) -> None:
+    """A skip leaves no trace: what capture() returns is bit-identical to before the window, and training on equals
+    training that never saw the batch, bit for bit; a NaN gradient on one rank or a finite one, accumulation 1 and 2."""
+    for precision in adapter.precisions:
+        for accumulation, nan_on in ((1, None), (1, world - 1), (2, world - 1)):
+            setup = Setup(accumulation=accumulation, precision=precision, dropout=0.1)  # type: ignore[arg-type]
+            case = f"{precision}, accumulation {accumulation}, NaN on {nan_on}"
+            engine, twin = adapter.make(setup, rank, world), adapter.make(setup, rank, world)
+            train(engine, setup, [0, 1], rank, reseed=True)
+            before, counted = leaves(engine.capture(), adapter.bookkeeping), engine.counters()
+            taps, _ = window(engine, setup, 2, rank, nan_on=nan_on)
+            if nan_on is not None:
+                assert not math.isfinite(grad_norm(taps)), f"{case}: the NaN is not in the reduced norm"
+                assert math.isfinite(float(taps.local_sq)) == (rank != nan_on), f"{case}: local norm names the wrong rank"
+            engine.skip()
+            assert_same(before, leaves(engine.capture(), adapter.bookkeeping), f"{case}: the skip")
+            now = engine.counters()
+            assert (now.steps, now.schedule) == (counted.steps, counted.schedule), f"{case}: {counted} -> {now}"
+            assert now.skipped == counted.skipped + 1, f"{case}: skipped {counted.skipped} -> {now.skipped}"
+            after = train(engine, setup, [3, 4], rank, reseed=True)
+            twin_after = train(twin, setup, [0, 1, 3, 4], rank, reseed=True)[2:]
+            assert after == twin_after, f"{case}: losses after the skip {after}, without the batch {twin_after}"
+            assert_same(
+                leaves(twin.capture(), adapter.bookkeeping),
+                leaves(engine.capture(), adapter.bookkeeping),
+                f"{case}: training on after the skip",
+            )
+            engine.close()
+            twin.close()
+
+
+def check_replay(adapter: Adapter, rank: int, world: int) -> None:
+    """capture -> train -> restore -> train is bitwise the same, dropout on, once the RNG is restored too; without the
+    RNG it is not (the control). The captured state is frozen."""
+    for precision in adapter.precisions:
+        for accumulation in (1, 2):
+            setup = Setup(accumulation=accumulation, precision=precision, dropout=0.2, groups=True)  # type: ignore[arg-type]
+            case = f"{precision}, accumulation {accumulation}"
+            engine = adapter.make(setup, rank, world)
+            torch.manual_seed(40 + rank)
+            train(engine, setup, [0, 1], rank)
+            state, rng = engine.capture(), capture_rng(engine.device)
+            digest = state_digest(state)
+            losses = train(engine, setup, [2, 3, 4], rank)
+            end = leaves(engine.capture())
+            assert state_digest(state) == digest, f"{case}: training changed a captured state"
+
+            engine.restore(state)
+            restore_rng(rng, engine.device)
+            assert_same(leaves(state), leaves(engine.capture()), f"{case}: what a restore put back")
+            assert train(engine, setup, [2, 3, 4], rank) == losses, f"{case}: the replay's losses differ"
+            assert_same(end, leaves(engine.capture()), f"{case}: the replay")
+
+            engine.restore(state)
+            control = train(engine, setup, [2, 3, 4], rank)
+            assert control != losses, f"{case}: the control without RNG replays too, so dropout proves nothing"
+            assert state_digest(state) == digest, f"{case}: a restore changed the captured state"
+            engine.close()
+
+
+def check_restore_to_start(adapter: Adapter, rank: int, world: int) -> None:
+    """State that did not exist at capture (moments before the first step) is dropped again by a restore."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        state = engine.capture()
+        losses = train(engine, setup, [0, 1, 2], rank)
+        end = leaves(engine.capture())
+        engine.restore(state)
+        assert_same(leaves(state), leaves(engine.capture()), f"{precision}: back at the start")
+        assert train(engine, setup, [0, 1, 2], rank) == losses
+        assert_same(end, leaves(engine.capture()), f"{precision}: replay from the start")
+        engine.close()
+
+
+def check_fresh_engine(adapter: Adapter, rank: int, world: int) -> None:
+    """A state that went through torch.save and torch.load(weights_only=True) continues in new objects, bit for bit."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision, dropout=0.2, groups=True, tied=True)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        torch.manual_seed(50 + rank)
+        train(engine, setup, [0, 1], rank)
+        file = io.BytesIO()
+        torch.save({"engine": engine.capture(), "rng": capture_rng(engine.device)}, file)
+        losses = train(engine, setup, [2, 3], rank)
+        end, counted, lr = leaves(engine.capture()), engine.counters(), engine.lr()
+        engine.close()
+
+        fresh = adapter.make(setup.but(seed=2), rank, world)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        fresh.restore(loaded["engine"])
+        restore_rng(loaded["rng"], fresh.device)
+        assert train(fresh, setup, [2, 3], rank) == losses, f"{precision}: the resumed losses differ"
+        assert_same(end, leaves(fresh.capture()), f"{precision}: the resumed run")
+        assert (fresh.counters(), fresh.lr()) == (counted, lr)
+        fresh.close()
+
+
+def check_abandoned_window(adapter: Adapter, rank: int, world: int) -> None:
+    """A restore in the middle of a window (first micro-step of two done) leaves no gradient behind."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision, accumulation=2)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        train(engine, setup, [0], rank)
+        state = engine.capture()
+        losses = train(engine, setup, [1, 2], rank)
+        end = leaves(engine.capture())
+        tokens, targets = batch(9, 0, rank)
+        engine.begin_micro_step(0, 2)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.restore(state)
+        assert train(engine, setup, [1, 2], rank) == losses, f"{precision}: losses after an abandoned window"
+        assert_same(end, leaves(engine.capture()), f"{precision}: training after an abandoned window")
+        engine.close()
+
+
+def check_lr_factor(adapter: Adapter, rank: int, world: int) -> None:
+    """lr_factor scales exactly one step and never reaches a recursive schedule."""
+    setup = Setup(groups=True)
+    engine = adapter.make(setup, rank, world)
+    train(engine, setup, [0], rank)
+    state = engine.capture()
+    start = adapter.full_parameters(engine)
+    moves, rates = {}, {}
+    for factor in (1.0, 0.25):
+        engine.restore(state)
+        norm = grad_norm(window(engine, setup, 1, rank)[0])
+        engine.apply(norm, Knobs(lr_factor=factor))
+        moves[factor] = {n: p - start[n] for n, p in adapter.full_parameters(engine).items()}
+        train(engine, setup, [2, 3], rank)
+        rates[factor] = engine.lr()
+    for name, move in moves[1.0].items():
+        assert move.abs().max() > 0, f"{name} did not move"
+        error = (moves[0.25][name] - 0.25 * move).abs().max() / move.abs().max()
+        assert error < 1e-3, f"{name}: a step with lr_factor 0.25 is off by {error}"
+    assert rates[1.0] == rates[0.25], f"the LR factor leaked into the schedule: {rates}"
+    assert abs(rates[1.0] / (setup.lr * setup.gamma**4) - 1) < 1e-12, rates
+    engine.close()
+
+
+def check_clip(adapter: Adapter, rank: int, world: int) -> None:
+    """Clipping uses the given norm and clip * clip_factor, and only ever shrinks: the length of an SGD step tells."""
+    setup = Setup(optimizer="sgd", clip=0.02, lr=1.0, scheduled=False)
+    engine = adapter.make(setup, rank, world)
+    assert engine.counters().schedule is None
+    state, start = engine.capture(), adapter.full_parameters(engine)
+    for factor in (1.0, 0.5, 1e9):
+        engine.restore(state)
+        norm = grad_norm(window(engine, setup, 0, rank)[0])
+        assert norm > 0.1, f"the gradient ({norm}) would not be clipped"
+        engine.apply(norm, Knobs(clip_factor=factor))
+        moved = adapter.full_parameters(engine)
+        length = math.sqrt(sum(float((moved[n] - start[n]).double().square().sum()) for n in start))
+        expected = min(norm, 0.02 * factor)
+        assert abs(length / expected - 1) < 2e-4, f"clip_factor {factor}: step length {length}, expected {expected}"
+    engine.close()
+
+
+def check_betas(adapter: Adapter, rank: int, world: int) -> None:
+    """The betas knob holds for one step; the optimizer's own betas come back."""
+    setup = Setup(groups=True)
+    engine = adapter.make(setup, rank, world)
+    train(engine, setup, [0, 1], rank)
+    state = engine.capture()
+    ends = []
+    for betas in (None, (0.9, 0.95), (0.5, 0.6)):
+        engine.restore(state)
+        norm = grad_norm(window(engine, setup, 2, rank)[0])
+        engine.apply(norm, Knobs(betas=betas))
+        ends.append(leaves(engine.capture()))
+    assert_same(ends[0], ends[1], "betas equal to the optimizer's own")
+    assert differences(ends[0], ends[2]), "other betas changed nothing"
+    plain = {p: v for p, v in ends[0].items() if not isinstance(v, torch.Tensor)}
+    assert_same(plain, {p: v for p, v in ends[2].items() if not isinstance(v, torch.Tensor)}, "the betas knob leaked")
+    engine.close()
+
+
+def check_counters(adapter: Adapter, rank: int, world: int) -> None:
+    """BR-18: the engine's count, the schedule and the number of applies agree, through skips and restores."""
+    for precision in adapter.precisions:
+        setup = Setup(accumulation=2, precision=precision)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        assert (engine.counters().steps, engine.counters().skipped, engine.counters().schedule) == (0, 0, 0)
+        train(engine, setup, [0, 1], rank)
+        state = engine.capture()
+        for index in (2, 3):
+            window(engine, setup, index, rank)
+            engine.skip()
+        train(engine, setup, [4], rank)
+        counted = engine.counters()
+        assert (counted.steps, counted.skipped, counted.schedule) == (3, 2, 3), counted
+        assert abs(engine.lr() / (setup.lr * setup.gamma**3) - 1) < 1e-12
+        engine.restore(state)
+        counted = engine.counters()
+        assert (counted.steps, counted.skipped, counted.schedule) == (2, 0, 2), counted
+        engine.close()
+
+
+def check_unused_parameter(adapter: Adapter, rank: int, world: int) -> None:
+    """A parameter without a gradient is measured as nothing, captured, skipped and replayed like the others."""
+    setup = Setup(unused=True, groups=True, accumulation=2)
+    engine = adapter.make(setup, rank, world)
+    parameters = adapter.full_parameters(engine)
+    taps, _ = window(engine, setup, 0, rank)
+    local, whole = reference_norms(setup, parameters, 0, rank, world, engine.per_micro_step)
+    assert abs(grad_norm(taps) / whole - 1) < 1e-5 and abs(math.sqrt(float(taps.local_sq)) / local - 1) < 1e-5
+    engine.apply(grad_norm(taps), NEUTRAL)
+    state = engine.capture()
+    assert any("spare.weight" in path for path in leaves(state)) or engine.name == "deepspeed"
+    losses = train(engine, setup, [1, 2], rank)
+    end = leaves(engine.capture())
+    engine.restore(state)
+    window(engine, setup, 7, rank)
+    engine.skip()
+    assert train(engine, setup, [1, 2], rank) == losses
+    assert_same(end, leaves(engine.capture()), "replay with an unused parameter")
+    engine.close()
+
+
+def check_refuses_foreign_state(adapter: Adapter, rank: int, world: int) -> None:
+    """A state of another model is refused with a message that says what differs, before anything is touched."""
+    setup = Setup()
+    engine, other = adapter.make(setup, rank, world), adapter.make(setup.but(width=20), rank, world)
+    train(engine, setup, [0], rank)
+    before = leaves(engine.capture())
+    try:
+        engine.restore(other.capture())
+    except CheckpointError as error:
+        message = str(error)
+    else:
+        raise AssertionError("the state of a wider model was accepted")
+    assert "embedding" in message or "shape" in message or "size" in message, message
+    assert_same(before, leaves(engine.capture()), "a refused restore")
+    engine.close()
+    other.close()
+
+
+def check_evaluation_between(adapter: Adapter, rank: int, world: int) -> None:
+    """An evaluation pass between two steps changes nothing, wherever capture and restore fall around it."""
+    setup = Setup()
+    engine, twin = adapter.make(setup, rank, world), adapter.make(setup, rank, world)
+    train(engine, setup, [0], rank)
+    train(twin, setup, [0], rank)
+
+    def evaluate() -> float:
+        engine.module.eval()
+        tokens, targets = batch(77, 0, rank)
+        with torch.no_grad():
+            loss = float(loss_of(engine(tokens), targets))
+        engine.module.train()
+        return loss
+
+    evaluate()
+    assert_same(leaves(twin.capture()), leaves(engine.capture()), "an evaluation pass")
+    state = engine.capture()
+    assert train(engine, setup, [1, 2], rank) == train(twin, setup, [1, 2], rank)
+    end, value = leaves(engine.capture()), evaluate()
+    engine.restore(state)
+    assert evaluate() != value, "evaluation after a restore still sees the newer weights"
+    train(engine, setup, [1, 2], rank)
+    assert_same(end, leaves(engine.capture()), "replay around evaluation passes")
+    assert evaluate() == value
+    engine.close()
+    twin.close()
+
+
+def check_close(adapter: Adapter, rank: int, world: int) -> None:
+    """close() is idempotent and leaves the user's objects working unguarded: they train on like before."""
+    setup = Setup()
+    engine, twin = adapter.make(setup, rank, world), adapter.make(setup, rank, world)
+    train(engine, setup, [0, 1], rank)
+    train(twin, setup, [0, 1], rank)
+    engine.close()
+    engine.close()
+    plain = [adapter.plain_step(engine, *batch(index, 0, rank)) for index in (2, 3)]
+    guarded = train(twin, setup, [2, 3], rank)
+    assert plain == guarded, f"unguarded after close: {plain}, guarded: {guarded}"
+    a, b = adapter.full_parameters(engine), adapter.full_parameters(twin)
+    assert_same(b, a, "parameters trained unguarded after close")
+    twin.close()
+
+
+ALL = tuple(name for name in globals() if name.startswith("check_"))

@@ -1,0 +1,118 @@
+"""The ladder: skip, roll back, stop; budgets that do not reset themselves (S16, BR-02, BR-46, BR-51)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.policies import Ladder, PolicyConfig, RollbackConfig, SkipConfig
+from resilient.signals import Decision, Severity, Verdict
+
+CONFIG = PolicyConfig(
+    skip=SkipConfig(max_in_a_row=2, budget=6, window=100),
+    rollback=RollbackConfig(budget=2, cooldown=1, lr_factor=0.5, clip_factor=0.5, rewarm=4),
+)
+
+
+def verdict(step: int, **changes) -> Verdict:
+    base = Verdict(cause="data", severity=Severity.ACT, ranks=(), onset_step=step, confidence=0.5, evidence=("bad",), findings=())
+    return replace(base, **changes)
+
+
+def run(ladder: Ladder, verdicts: list[Verdict | None], step: int = 10, attempt: int = 10, targets: int = 2) -> list[Decision]:
+    taken = []
+    for v in verdicts:
+        decision = ladder.decide(v, step=step, attempt=attempt, targets=targets)
+        ladder.settle(decision)
+        taken.append(decision)
+        attempt += 1
+        step += decision.action == "apply"
+    return taken
+
+
+def test_skips_then_rolls_back_before_the_first_onset_then_recovers():
+    ladder = Ladder(CONFIG)
+    actions = run(ladder, [verdict(10), verdict(10), verdict(10), None])
+    assert [d.action for d in actions] == ["skip", "skip", "rollback", "apply"]
+    assert actions[2].onset_step == 10 and actions[2].skip_data
+    assert (actions[2].knobs.lr_factor, actions[2].knobs.clip_factor) == (0.5, 0.5)
+
+
+def test_lr_comes_back_linearly_and_clip_with_it():
+    ladder = Ladder(CONFIG)
+    run(ladder, [verdict(10)] * 3)
+    factors = []
+    for _ in range(6):
+        decision = ladder.decide(None, step=9, attempt=99, targets=2)
+        factors.append((decision.knobs.lr_factor, decision.knobs.clip_factor))
+        ladder.settle(decision)
+    assert [f for f, _ in factors] == [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
+    assert [c for _, c in factors] == [0.5] * 4 + [1.0] * 2
+
+
+def test_a_communication_verdict_keeps_the_data_and_the_lr():
+    ladder = Ladder(CONFIG)
+    taken = run(ladder, [verdict(10, cause="communication", ranks=(1,))] * 3)
+    assert taken[2].action == "rollback" and not taken[2].skip_data and taken[2].knobs.neutral
+
+
+def test_repeats_cut_harder_and_go_further_back():
+    ladder = Ladder(CONFIG)
+    run(ladder, [verdict(10)] * 3)
+    assert ladder.repeats == 1
+    again = run(ladder, [verdict(10)] * 3, attempt=13)
+    assert again[2].action == "rollback" and again[2].knobs.lr_factor == 0.25
+
+
+def test_a_fault_that_always_returns_ends_after_exactly_the_budget():
+    ladder = Ladder(CONFIG)
+    taken = run(ladder, [verdict(10)] * 40)
+    assert [d.action for d in taken].count("rollback") == CONFIG.rollback.budget
+    stop = next(i for i, d in enumerate(taken) if d.action == "stop")
+    assert [d.action for d in taken[:stop]].count("skip") == CONFIG.skip.budget
+    assert "budget" in taken[stop].reason
+
+
+def test_budget_survives_a_round_trip_through_json():
+    ladder, twin = Ladder(CONFIG), Ladder(CONFIG)
+    run(ladder, [verdict(10)] * 3 + [None])
+    twin.load_state_dict(json.loads(json.dumps(ladder.state_dict())))
+    assert run(ladder, [verdict(11)] * 8, attempt=14) == run(twin, [verdict(11)] * 8, attempt=14)
+
+
+def test_without_a_target_it_keeps_skipping_and_then_stops():
+    taken = run(Ladder(CONFIG), [verdict(10)] * 10, targets=0)
+    assert [d.action for d in taken[:7]] == ["skip"] * 6 + ["stop"]
+
+
+def test_an_ordinary_overflow_costs_no_budget_and_is_no_incident():
+    ladder = Ladder(CONFIG)
+    overflow = verdict(10, cause="precision", scale_overflow=True)
+    taken = run(ladder, [overflow] * CONFIG.max_overflows_in_a_row)
+    assert all(d.action == "skip" and d.overflow and not d.incident for d in taken)
+    assert ladder.skips_left(99) == CONFIG.skip.budget
+    assert run(ladder, [overflow])[0].incident  # and one too many is not a scale problem any more
+
+
+def test_warnings_do_not_act():
+    assert run(Ladder(CONFIG), [verdict(10, severity=Severity.WARN)])[0].action == "apply"
+
+
+def test_observe_says_what_it_would_do_and_applies():
+    ladder = Ladder(replace(CONFIG, mode="observe"))
+    taken = run(ladder, [verdict(10)] * 3)
+    assert [(d.action, d.would) for d in taken] == [("apply", "skip"), ("apply", "skip"), ("apply", "rollback")]
+    assert all(d.knobs.neutral for d in taken)
+
+
+@given(st.lists(st.sampled_from(["ok", "bad", "comm", "overflow"]), max_size=80), st.integers(0, 3))
+def test_budgets_are_never_exceeded_and_the_digest_depends_on_the_inputs_only(kinds: list[str], targets: int):
+    made = {"ok": None, "bad": verdict(10), "comm": verdict(10, cause="communication"), "overflow": verdict(10, scale_overflow=True)}
+    one, two = (run(Ladder(CONFIG), [made[k] for k in kinds], targets=targets) for _ in range(2))
+    assert [d.digest() for d in one] == [d.digest() for d in two]
+    assert sum(d.action == "rollback" for d in one) <= CONFIG.rollback.budget
+    if targets == 0:
+        assert not any(d.action == "rollback" for d in one)

@@ -1,0 +1,98 @@
+"""Spawned gloo ranks for tests: many ranks in few processes, a deadline on everything, the child's traceback on failure."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+_TIMEOUT = 120.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or outlived the deadline."""
+
+
+def _child(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rendezvous: str, args: tuple) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), DS_ACCELERATOR="cpu"
+    )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+        pipe.send(("ok", fn(rank, world, *args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.close()
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _TIMEOUT) -> list[Any]:
+    """Run picklable, top-level `fn(rank, world, *args)` on `world` spawned gloo ranks; return their results in rank order.
+
+    Raises RankFailure with the first failing rank's traceback; kills all ranks at the deadline.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = os.path.join(folder, "store")
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(theirs, fn, rank, world, rendezvous, args), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    import time
+
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    errors: dict[int, str] = {}
+    while len(results) + len(errors) < len(pipes):
+        left = deadline - time.monotonic()
+        if errors:
+            left = min(left, 5.0)  # the others die of the first one; do not wait for them
+        waiting = [p for i, p in enumerate(pipes) if i not in results and i not in errors]
+        ready = wait(waiting, timeout=max(left, 0))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                status, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                status, value = "error", "the process died without a word"
+            (results if status == "ok" else errors)[rank] = value
+    if errors:
+        rank, text = next(iter(errors.items()))
+        raise RankFailure(f"rank {rank} failed:\n{text}")
+    if len(results) < len(pipes):
+        missing = [i for i in range(len(pipes)) if i not in results]
+        raise RankFailure(f"ranks {missing} did not finish in {timeout:.0f} s")
+    return [results[i] for i in range(len(pipes))]
