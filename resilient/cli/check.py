@@ -5,36 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from resilient import faults
 from resilient.cli.argv import Runtime
 from resilient.cli.convert import collect
 from resilient.cli.errors import all_in_one
+from resilient.errors import ConfigError
 from resilient.train.config import JobConfig
 
 
 def check_job(resolved: Mapping[str, Any], runtime: Runtime) -> JobConfig:
     """Convert strictly and look for combinations that cannot work. Raises one ConfigError with everything found."""
     problems: list[str] = []
-    groups = {key: value for key, value in resolved.items() if key != "fault"}
-    job = collect(JobConfig, groups, "", problems)
-    if not problems:
-        _combinations(job, problems)
+    job = collect(JobConfig, {key: value for key, value in resolved.items() if key != "fault"}, "", problems)
+    whole = not problems
+    try:
+        fault = faults.parse(resolved.get("fault"))
+        if whole:
+            faults.check_world(fault, runtime.world if runtime.launched else job.run.nproc)
+    except ConfigError as error:
+        problems.append(str(error))
+    if whole:
+        _engine(job, problems)
+        _run(job, problems)
     if problems:
         raise all_in_one(problems)
     return job
 
 
-def _combinations(job: JobConfig, problems: list[str]) -> None:
-    """Each part is right by itself; do they fit together?"""
-    engine, run = job.engine, job.run
-    at_least_one = {"run.steps": run.steps, "run.nproc": run.nproc, "run.eval_batches": run.eval_batches}
-    not_negative = {
-        "run.eval_every": run.eval_every,
-        "run.threads": run.threads,
-        "run.snapshot.every": run.snapshot.every,
-        "run.checkpoint.every": run.checkpoint.every,
-    }
-    problems += [f"{key}={value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
-    problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
+def _engine(job: JobConfig, problems: list[str]) -> None:
+    engine = job.engine
     if engine.name != "deepspeed":
         if engine.precision == "fp16":
             problems.append(f"engine.precision=fp16: {engine.name} has no loss scaler; use bf16 or a deepspeed engine")
@@ -46,3 +45,25 @@ def _combinations(job: JobConfig, problems: list[str]) -> None:
         problems.append(f"engine.zero_stage={engine.zero_stage}: must be 0, 1, 2 or 3")
     if not engine.bucket_mb > 0:
         problems.append(f"engine.bucket_mb={engine.bucket_mb}: must be positive")
+
+
+def _run(job: JobConfig, problems: list[str]) -> None:
+    run = job.run
+    at_least_one = {
+        "run.steps": run.steps,
+        "run.nproc": run.nproc,
+        "run.eval_batches": run.eval_batches,
+        "run.snapshot.keep": run.snapshot.keep,
+        "run.checkpoint.keep": run.checkpoint.keep,
+    }
+    not_negative = {
+        "run.eval_every": run.eval_every,
+        "run.log_every": run.log_every,
+        "run.threads": run.threads,
+        "run.snapshot.every": run.snapshot.every,
+        "run.checkpoint.every": run.checkpoint.every,
+    }
+    problems += [f"{key}={value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
+    problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
+    if not run.guard.exchange_timeout_s > 0:
+        problems.append(f"run.guard.exchange_timeout_s={run.guard.exchange_timeout_s}: must be positive")

@@ -209,7 +209,11 @@ def _explain(
         key = override.key_or_group
         if override.type == OverrideType.CHANGE and key not in known and not key.startswith("hydra"):
             problems.append(f"{key}: unknown key{did_you_mean(key, known | set(groups))}")
-    return all_in_one(problems) if problems else ConfigError(_hydra_words(error))
+    if problems:
+        return all_in_one(problems)
+    added = [o.input_line for o in map(parse, overrides) if o.type == OverrideType.ADD and o.key_or_group in groups]
+    hint = f"; if the group has a place already, write {added[0][1:]}" if added and added[0] else ""
+    return ConfigError(_hydra_words(error) + hint)
 
 
 def _bad_choice(override: Override, groups: Mapping[str, set[str]]) -> str | None:
@@ -237,7 +241,7 @@ def _keys(node: Any, path: str = "") -> list[str]:
     """Full keys of all nodes below `node`, inner ones included, nothing resolved."""
     keys = [path] if path else []
     if isinstance(node, DictConfig):
-        for key in map(str, node):
+        for key in (key for key in node if isinstance(key, str)):
             child = None if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) else node[key]
             keys += _keys(child, f"{path}.{key}" if path else key)
     return keys

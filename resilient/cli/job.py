@@ -74,7 +74,9 @@ def _train_to_the_end(
         signal.signal(signal.SIGTERM, lambda *_: guard.preempt())
         signal.signal(signal.SIGUSR1, lambda *_: guard.preempt())
         try:
-            eval_loss = train(guard, evaluate, steps=config.run.steps, eval_every=config.run.eval_every, objective=objective)
+            eval_loss = train(
+                guard, evaluate, steps=config.run.steps, eval_every=config.run.eval_every, objective=objective
+            )
             guard.finish("done", eval_loss=eval_loss)
         finally:
             stream.close()
@@ -181,5 +183,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-

@@ -5,114 +5,121 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from resilient.errors import ConfigError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What all faults share. name: a label for reports, without effect."""
+
+    kind: ClassVar[str]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for key, least in (("step", 1), ("window", 1), ("rank", 0)):
+            value = getattr(self, key, None)
+            if value is not None and value < least:
+                raise ConfigError(f"fault.{key}={value}: must be at least {least}")
+
+
 @dataclass(frozen=True)
-class NoFault:
+class NoFault(Fault):
     """Nothing is injected."""
 
-    kind: Literal["none"] = "none"
+    kind: ClassVar[str] = "none"
 
 
 @dataclass(frozen=True)
-class NanFault:
+class NanFault(Fault):
     """NaN at optimizer step `step` on `rank` (null: on all), first seen at `place`.
 
     forward: the model's output; loss: only the loss; backward: only the gradient, behind a finite loss.
+    repeat: again whenever the step is replayed.
     """
 
+    kind: ClassVar[str] = "nan"
     step: int
     rank: int | None = 1
     place: Literal["forward", "loss", "backward"] = "forward"
     repeat: bool = False
-    kind: Literal["nan"] = "nan"
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True)
-class RankGradSpike:
-    """The local gradient of `rank` is multiplied by `factor` at `step`; its loss stays what it is."""
+class RankGradSpike(Fault):
+    """The local gradient of `rank` (null: of all) is multiplied by `factor` at `step`; its loss stays what it is.
 
+    repeat: again whenever the step is replayed.
+    """
+
+    kind: ClassVar[str] = "rank_grad_spike"
     step: int
     rank: int | None = 1
     factor: float = 1000.0
     repeat: bool = False
-    kind: Literal["rank_grad_spike"] = "rank_grad_spike"
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True)
-class PoisonedWindow:
+class PoisonedWindow(Fault):
     """The labels of `window` data windows, beginning with the one that step `step` reads in an undisturbed run, are
     replaced through a permutation of the vocabulary drawn from `seed`. rank null: on all ranks.
 
     It belongs to the data: whoever reads these windows again is poisoned again.
     """
 
+    kind: ClassVar[str] = "poisoned_window"
     step: int
     window: int = 8
     rank: int | None = None
     seed: int = 0
-    kind: Literal["poisoned_window"] = "poisoned_window"
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True)
-class LrOvershoot:
-    """The LR that the optimizer uses is `factor` times too high for `window` steps from `step`, on all ranks."""
+class LrOvershoot(Fault):
+    """The LR that the optimizer uses is `factor` times too high for `window` steps from `step`, on all ranks.
 
+    repeat: again whenever a step is replayed.
+    """
+
+    kind: ClassVar[str] = "lr_overshoot"
     step: int
     window: int = 5
     factor: float = 30.0
     repeat: bool = False
-    kind: Literal["lr_overshoot"] = "lr_overshoot"
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True)
-class KillRank:
+class KillRank(Fault):
     """`rank` sends itself SIGKILL when `step` begins. Only in the first start of a run (generation 0)."""
 
+    kind: ClassVar[str] = "kill_rank"
     step: int
     rank: int = 1
-    kind: Literal["kill_rank"] = "kill_rank"
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True)
-class FaultSequence:
+class FaultSequence(Fault):
     """Several faults in one run. The first in the list is the innermost."""
 
+    kind: ClassVar[str] = "sequence"
     faults: tuple[SingleFault, ...] = ()
-    kind: Literal["sequence"] = "sequence"
 
 
 SingleFault = NoFault | NanFault | RankGradSpike | PoisonedWindow | LrOvershoot | KillRank
 FaultConfig = SingleFault | FaultSequence
 
-KINDS: dict[str, type] = {
-    cls.kind: cls
-    for cls in (NoFault, NanFault, RankGradSpike, PoisonedWindow, LrOvershoot, KillRank, FaultSequence)
+KINDS: dict[str, type[Fault]] = {
+    cls.kind: cls for cls in (NoFault, NanFault, RankGradSpike, PoisonedWindow, LrOvershoot, KillRank, FaultSequence)
 }
+_PLACES = ("forward", "loss", "backward")
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "int | None": ((int, type(None)), "an integer or null"),
     "float": ((int, float), "a number"),
     "bool": ((bool,), "true or false"),
+    "str": ((str,), "text"),
 }
 
 
@@ -131,16 +138,17 @@ def parse(mapping: Mapping[str, Any] | None, key: str = "fault") -> FaultConfig:
     cls = KINDS[kind]
     known = {f.name: f for f in fields(cls)}
     for name in mapping:
-        if name not in known:
-            raise ConfigError(f"{key}.{name}: unknown for kind {kind}{_nearest(str(name), list(known))}")
+        if name not in (*known, "kind"):
+            raise ConfigError(f"{key}.{name}: unknown for kind {kind}{_nearest(str(name), sorted(known))}")
     for name, field in known.items():
         if name not in mapping and field.default is MISSING:
             raise ConfigError(f"{key}.{name}: missing for kind {kind}")
     if cls is FaultSequence:
-        return FaultSequence(_parse_list(mapping.get("faults", ()), f"{key}.faults"))
+        faults = _parse_list(mapping.get("faults", ()), f"{key}.faults")
+        return FaultSequence(faults, name=_convert("str", mapping.get("name", ""), f"{key}.name"))
     values = {n: _convert(known[n].type, v, f"{key}.{n}") for n, v in mapping.items() if n != "kind"}
     try:
-        return cls(**values)
+        return cls(**values)  # type: ignore[return-value]
     except ConfigError as error:
         raise ConfigError(str(error).replace("fault.", f"{key}.", 1)) from None
 
@@ -161,26 +169,18 @@ def _parse_list(items: Any, key: str) -> tuple[SingleFault, ...]:
 
 def _convert(annotation: Any, value: Any, key: str) -> Any:
     if annotation not in _TYPES:  # the one Literal: a place
-        places = get_args(Literal["forward", "loss", "backward"])
-        if value not in places:
-            raise ConfigError(f"{key}={value}: unknown{_nearest(str(value), list(places))}")
+        if value not in _PLACES:
+            raise ConfigError(f"{key}={value}: unknown{_nearest(str(value), list(_PLACES))}")
         return value
     types, wording = _TYPES[annotation]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ConfigError(f"{key}={value!r}: must be {wording}")
-    return float(value) if annotation == "float" else value
+    return value * 1.0 if annotation == "float" else value
 
 
 def _nearest(word: str, valid: list[str]) -> str:
     close = difflib.get_close_matches(word, valid, n=1)
     return f"; did you mean {close[0]}?" if close else f"; valid are {', '.join(valid)}"
-
-
-def _check(fault: Any) -> None:
-    for name, least in (("step", 1), ("window", 1), ("rank", 0)):
-        value = getattr(fault, name, None)
-        if value is not None and value < least:
-            raise ConfigError(f"fault.{name}={value}: must be at least {least}")
 
 
 def check_world(fault: FaultConfig, world: int, key: str = "fault") -> None:

@@ -31,7 +31,11 @@ class OutputFault(EngineProxy):
     """
 
     def __init__(
-        self, engine: Engine, step: Callable[[], int], fault: NanFault | RankGradSpike, change: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        engine: Engine,
+        step: Callable[[], int],
+        fault: NanFault | RankGradSpike,
+        change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(engine, step)
         self._trigger = Trigger(self, fault.step, repeat=fault.repeat)
@@ -87,7 +91,7 @@ class OvershootEngine(EngineProxy):
         self._trigger = Trigger(self, fault.step, fault.window, fault.repeat)
         self._factor = fault.factor
 
-    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         if self._trigger.due():
             knobs = replace(knobs, lr_factor=knobs.lr_factor * self._factor)
         super().apply(grad_norm, knobs)

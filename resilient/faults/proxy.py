@@ -45,7 +45,7 @@ class EngineProxy:
     def taps(self) -> Taps:
         return self.inner.taps()
 
-    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         self.inner.apply(grad_norm, knobs)
 
     def skip(self, overflow: bool = False) -> None:

@@ -268,7 +268,7 @@ class TokenStream:
     def __init__(self, config: DataConfig, *, seed: int, rank: int, world: int, corpus: Corpus | None = None) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a world of {world}")
-        corpus = corpus or load_corpus(config)
+        self.corpus = corpus = corpus or load_corpus(config)
         self.micro_batch = config.micro_batch
         self.stride = config.micro_batch * world  # samples per micro-step over all ranks
         self.global_batch = self.stride * config.accumulation  # samples per window over all ranks
@@ -357,5 +357,6 @@ class TokenStream:
         """End the running iterator and its worker processes. Idempotent; iter(stream) continues where it stopped."""
         self._generation += 1
         loader, self._loader = self._loader, None
-        if hasattr(loader, "_shutdown_workers"):
-            loader._shutdown_workers()  # torch offers no public way to end workers at a known time
+        shutdown = getattr(loader, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()  # torch offers no public way to end workers at a known time

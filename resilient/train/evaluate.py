@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from resilient.engines.base import Engine
 from resilient.train.data import IGNORED, Corpus, DataConfig
+from resilient.train.model import set_probe
 
 
 class HeldOut:
@@ -39,9 +40,8 @@ class HeldOut:
     @torch.no_grad()
     def __call__(self) -> float:
         module, device = self._engine.module, self._engine.device
-        training, probing = module.training, getattr(module, "probe_attention", False)
+        training, probing = module.training, set_probe(module, False)
         module.eval()
-        module.probe_attention = False
         total = torch.zeros((), dtype=torch.float64, device=device)
         try:
             for input_ids, labels in zip(self._input_ids, self._labels, strict=True):
@@ -51,7 +51,7 @@ class HeldOut:
                 ).double()
         finally:
             module.train(training)
-            module.probe_attention = probing
+            set_probe(module, probing)
         if dist.is_initialized():
             dist.all_reduce(total)
         return float(total) / self._tokens

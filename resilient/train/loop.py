@@ -13,6 +13,7 @@ from torch import Tensor
 
 from resilient.engines.base import Engine
 from resilient.train.data import IGNORED, Batch
+from resilient.train.model import set_probe
 
 
 class LoopGuard(Protocol):
@@ -96,12 +97,12 @@ def train(
 ) -> float:
     """Train until `steps` optimizer steps are in force; return the last evaluation loss (nats per byte). On every rank.
 
-    eval_every: steps between evaluations; 0: only at the end. probe_every: steps between attention probes (a model
-    with `probe_attention`); they depend on the step number alone, so that a replay probes the same steps.
+    eval_every: steps between evaluations; 0: only at the end. probe_every: steps between attention probes of a GPT;
+    0: none. They depend on the step number alone, so that a replay probes the same steps.
     """
     evaluated: tuple[int, float] | None = None
     for batch in guard.batches(steps=steps):
-        guard.engine.module.probe_attention = bool(probe_every) and guard.step_index % probe_every == 0
+        set_probe(guard.engine.module, probe_every > 0 and guard.step_index % probe_every == 0)
         result = objective(guard.engine, batch)
         own_mean = result.loss_sum.detach() / max(result.tokens, 1)
         guard.backward(weighted(result, guard), report=own_mean, tokens=result.tokens)

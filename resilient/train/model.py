@@ -180,3 +180,14 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Trainable parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def set_probe(module: nn.Module, on: bool) -> bool:
+    """Have a GPT probe its attention in the next forward passes, or not; any other module is left alone.
+
+    Returns what it was before.
+    """
+    if not isinstance(module, GPT):
+        return False
+    before, module.probe_attention = module.probe_attention, on
+    return before

@@ -25,9 +25,10 @@ class Stateful:
         while self.at < self.n:
             self.at += 1
             yield self.at - 1
+        self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": 0 if self.at >= self.n else self.at}
+        return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.resume_at = self.at = state["at"]
@@ -61,14 +62,12 @@ def shuffled(seed: int = 0) -> DataLoader:
 
 @pytest.mark.parametrize("make", [lambda: Stateful(11), lambda: list(range(11)), shuffled], ids=["stateful", "list", "shuffled"])
 @pytest.mark.parametrize("tail", ["drop", "flush", "carry"])
-@pytest.mark.parametrize("peek", [False, True])
-def test_every_position_can_be_come_back_to(make: Any, tail: Any, peek: bool):
+def test_every_position_can_be_come_back_to(make: Any, tail: Any):
     feed = WindowFeed(make(), 3, tail=tail)
     states, rest = [], []
     while feed.epoch < 3:
         while True:
-            if peek:
-                feed.peek()
+            feed.peek()
             states.append((feed.state_dict(), torch.get_rng_state()))
             if feed.peek() is None:
                 break
@@ -76,9 +75,9 @@ def test_every_position_can_be_come_back_to(make: Any, tail: Any, peek: bool):
         feed.next_epoch()
     windows = [str(w) for w in rest]
     for state, rng in reversed(states):
-        torch.set_rng_state(rng)
         feed.load_state_dict(state)
         assert feed.position == state["window"]
+        feed.peek()  # before RNG is restored, as the coordinator does: a shuffling sampler draws at its first batch
         torch.set_rng_state(rng)
         assert [str(w) for w in drain(feed, epochs=3)] == windows[state["window"] :], state
 

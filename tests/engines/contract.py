@@ -194,7 +194,8 @@ def check_norms(adapter: Adapter, rank: int, world: int) -> None:
                 assert abs(got_whole / whole - 1) < bound, f"{case}: grad_norm {got_whole}, reference {whole}"
                 assert abs(got_local / local - 1) < bound, f"{case}: local norm {got_local}, reference {local}"
                 assert taps.local_sq.ndim == 0 and taps.reduced_sq_share.ndim == 0
-                assert taps.buckets > 1, f"{case}: taps saw {taps.buckets} buckets"
+                enough = 1 if index == 0 else 2  # DDP learns its buckets in the first backward, which has one
+                assert taps.buckets >= enough, f"{case}: taps saw {taps.buckets} buckets"
                 engine.apply(got_whole, NEUTRAL)
             engine.close()
 
@@ -410,12 +411,13 @@ def check_unused_parameter(adapter: Adapter, rank: int, world: int) -> None:
     state = engine.capture()
     assert any("spare.weight" in path for path in leaves(state)) or engine.name == "deepspeed"
     losses = train(engine, setup, [1, 2], rank)
-    end = leaves(engine.capture())
+    end = leaves(engine.capture(), adapter.bookkeeping)
     engine.restore(state)
     window(engine, setup, 7, rank)
     engine.skip()
     assert train(engine, setup, [1, 2], rank) == losses
-    assert_same(end, leaves(engine.capture()), "replay with an unused parameter")
+    end_again = leaves(engine.capture(), adapter.bookkeeping)
+    assert_same(end, end_again, "replay with an unused parameter")
     engine.close()
 
 
@@ -453,7 +455,8 @@ def check_evaluation_between(adapter: Adapter, rank: int, world: int) -> None:
         return loss
 
     evaluate()
-    assert_same(leaves(twin.capture()), leaves(engine.capture()), "an evaluation pass")
+    synced = ("centre.mean",)  # DDP copies rank 0's buffers to the others in every forward, this one included
+    assert_same(leaves(twin.capture(), synced), leaves(engine.capture(), synced), "an evaluation pass")
     state = engine.capture()
     assert train(engine, setup, [1, 2], rank) == train(twin, setup, [1, 2], rank)
     end, value = leaves(engine.capture()), evaluate()
