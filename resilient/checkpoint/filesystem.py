@@ -86,7 +86,6 @@ class FilesystemStore:
         self._rejected: set[str] = set()  # folders whose content was refused
         self._own: Part | None = None
         self._created: Path | None = None  # rank 0: the folder this save made
-        self._proved = False
         self._choices = 0
 
     # -- save ---------------------------------------------------------------------------------------------------
@@ -153,8 +152,7 @@ class FilesystemStore:
                 f"{socket.gethostname()} does not see {path}, which rank 0 has made: all ranks must share the "
                 "checkpoint folder (run.root on a shared file system); node-local folders are not supported"
             )
-        self._own = write_part(path, self.rank, snapshot, prove=not self._proved)
-        self._proved = True
+        self._own = write_part(path, self.rank, snapshot)
 
     def _commit(self, path: Path, snapshot: Snapshot, outer: dict[str, Any] | None) -> None:
         if self.rank != 0:

@@ -24,21 +24,29 @@ _FIELDS = tuple(f.name for f in fields(Snapshot))
 
 
 class _HashedFile:
-    """The write side of a file for `torch.save`: counts and hashes what passes."""
+    """The write side of a file for `torch.save`: counts and hashes what passes.
+
+    An error is kept for later and the rest of the data dropped: raised inside torch's C++ writer it would lose its
+    errno, and raised again in that writer's destructor it would abort the process."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = hashlib.blake2b(digest_size=32)
         self.size = 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        self._file.write(data)
-        self._hash.update(data)
-        self.size += len(data)
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+            self._hash.update(data)
+            self.size += len(data)
         return len(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing: the caller flushes and fsyncs the file itself."""
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -48,11 +56,11 @@ def note_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write_part(folder: Path, rank: int, snapshot: Snapshot, *, prove: bool) -> Part:
+def write_part(folder: Path, rank: int, snapshot: Snapshot) -> Part:
     """Write this rank's part durably and, beside it, a note of its size and digest for the committer.
 
-    prove: also unpickle it once with `weights_only`, so that a state which cannot be loaded fails now, not at the
-    resume. Raises OSError, RuntimeError (torch.save on a full disk) or CheckpointError; leaves no partial file.
+    It is also unpickled once, so that a state which `weights_only` refuses fails now and not at the resume.
+    Raises OSError, or CheckpointError for such a state; leaves no partial file.
     """
     path = folder / part_name(rank)
     partial = folder / f"{part_name(rank)}.partial"
@@ -60,10 +68,11 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot, *, prove: bool) -> P
         with open(partial, "wb") as file:
             hashed = _HashedFile(file)
             torch.save({name: getattr(snapshot, name) for name in _FIELDS}, cast(IO[bytes], hashed))
+            if hashed.error is not None:
+                raise hashed.error
             file.flush()
             os.fsync(file.fileno())
-        if prove:
-            _prove_loadable(partial)
+        _prove_loadable(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -79,7 +88,13 @@ def _prove_loadable(path: Path) -> None:
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: structure only, no second copy
     except Exception as error:
-        raise CheckpointError(f"the state holds something that cannot be loaded safely again: {error}") from error
+        raise CheckpointError(f"the state holds something that cannot be loaded again: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """The line that matters of torch's page of advice on `weights_only`."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if "Unsupported" in line), lines[0])
 
 
 def read_part(folder: Path, part: Part) -> Snapshot:
@@ -97,7 +112,7 @@ def read_part(folder: Path, part: Part) -> Snapshot:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # torch.load raises many kinds
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {_brief(error)}") from error
 
 
 def _verify(file: IO[bytes], part: Part) -> None:

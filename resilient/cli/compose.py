@@ -59,8 +59,7 @@ def compose_arguments(arguments: Arguments, warn: Warn | None = None) -> Resolve
     """As `compose_job`, for a command line that is parsed already."""
     warn = warn or _warn_on_stderr
     folders = search_path(arguments)
-    overrides = prepare(arguments.overrides, warn)
-    extra = [f"hydra.searchpath=[{quote('file://' + str(folder))}]" for folder in folders[1:]]
+    overrides, extra = prepare(arguments.overrides, warn), more_folders(folders)
     # version_base is the Hydra version whose defaults this configuration was written for.
     with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
         try:
@@ -71,14 +70,27 @@ def compose_arguments(arguments: Arguments, warn: Warn | None = None) -> Resolve
 
 
 def search_path(arguments: Arguments) -> list[Path]:
-    """Folders in which groups are looked up, the packaged one first."""
+    """Folders in which groups are looked up, in this order. The first one holds the primary configuration: the packaged
+    folder, or --config-dir if only that has a file named --config-name."""
     folders = [config_folder()]
     if arguments.config_dir is not None:
         folder = Path(arguments.config_dir).absolute()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {arguments.config_dir}: no such folder")
         folders.append(folder)
-    return folders
+    primaries = [folder for folder in folders if (folder / f"{arguments.config_name}.yaml").is_file()]
+    if not primaries:
+        names = {path.stem for folder in folders for path in folder.glob("*.yaml")}
+        raise ConfigError(
+            f"--config-name {arguments.config_name}: no such file{did_you_mean(arguments.config_name, names)}"
+        )
+    return [primaries[0], *(folder for folder in folders if folder != primaries[0])]
+
+
+def more_folders(folders: Sequence[Path]) -> list[str]:
+    """The override that tells Hydra about all folders but the first."""
+    rest = ",".join(quote(f"file://{folder}") for folder in folders[1:])
+    return [f"hydra.searchpath=[{rest}]"] if rest else []
 
 
 def prepare(overrides: Sequence[str], warn: Warn) -> list[str]:
@@ -187,9 +199,6 @@ def _explain(
     error: Exception, overrides: Sequence[str], extra: Sequence[str], config_name: str, folders: Sequence[Path]
 ) -> ConfigError:
     """What is wrong, by key. Hydra stops at the first problem and names no alternative; look at every override instead."""
-    if not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
-        names = {path.stem for folder in folders for path in folder.glob("*.yaml")}
-        return ConfigError(f"--config-name {config_name}: no such file{did_you_mean(config_name, names)}")
     groups = group_options(folders)
     problems, usable, values = [], [], []
     for override in map(parse, overrides):

@@ -26,6 +26,8 @@ def main(argv: list[str]) -> int:
         run = load_run(options.run)
         twin = load_run(options.twin) if options.twin else None
         out = Path(options.out) if options.out else run.path / "report.html"
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out: there is no folder {out.parent}")
         out.write_text(report_page(run, twin), encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"resilient report: {error}", file=sys.stderr)

@@ -32,7 +32,16 @@ from omegaconf import DictConfig
 
 from resilient.cli.argv import Arguments, Runtime
 from resilient.cli.check import check_job
-from resilient.cli.compose import compose_arguments, config_folder, parse, plain, prepare, quote, rename_deprecated
+from resilient.cli.compose import (
+    compose_arguments,
+    more_folders,
+    parse,
+    plain,
+    prepare,
+    quote,
+    rename_deprecated,
+    search_path,
+)
 from resilient.cli.errors import all_in_one
 from resilient.errors import ConfigError, ExitCode
 
@@ -66,16 +75,19 @@ def sweep(arguments: Arguments, runtime: Runtime) -> int:
     root = _check_choices(arguments)
     folder = Path(root).absolute() / f"sweep-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminated sweep ends its jobs
-    options = ["--config-dir", arguments.config_dir] if arguments.config_dir else []
+    folders = search_path(arguments)
+    fixed = [override.key_or_group for override in map(parse, arguments.overrides) if not override.is_sweep_override()]
     sys.argv = [
         "resilient train",
         "--multirun",
-        *options,
         *prepare(arguments.overrides, lambda text: None),
+        *more_folders(folders),
         f"hydra.sweep.dir={quote(str(folder))}",
+        # a job is named after what sets it apart from the others
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quote, fixed))}]",
     ]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=arguments.config_name)(run_job)()
+        hydra.main(version_base="1.3", config_path=str(folders[0]), config_name=arguments.config_name)(run_job)()
     except SystemExit as end:
         if end.code:
             raise ConfigError("Hydra refused the sweep, see above") from None

@@ -80,7 +80,9 @@ def check_engine_config(config: EngineConfig) -> None:
             f"engine.precision=fp16 with engine.name={config.name}: fp16 needs a DeepSpeed engine: its dynamic loss scaler"
         )
     if config.zero_stage != 0:
-        raise ConfigError(f"engine.zero_stage={config.zero_stage} with engine.name={config.name}: only DeepSpeed has stages")
+        raise ConfigError(
+            f"engine.zero_stage={config.zero_stage} with engine.name={config.name}: only DeepSpeed has stages"
+        )
     if config.deepspeed:
         raise ConfigError(f"engine.deepspeed is set with engine.name={config.name}: only DeepSpeed reads it")
 
@@ -103,4 +105,5 @@ def _shard(module: nn.Module, precision: str, device: torch.device) -> nn.Module
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in getattr(module, "blocks", ()):
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)  # in place
+    return module

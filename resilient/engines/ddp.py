@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: DDP compares its hook's annotations with real types.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from resilient.engines.base import Taps
+from resilient.engines.ddp_first import FirstReduction
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.torch_optim import TorchOptimEngine
 from resilient.errors import ConfigError
@@ -79,9 +81,11 @@ class DDPEngine(TorchOptimEngine):
         """DDP cannot unregister a hook: ours stays and from now on only reduces, as DDP would without one (or as the
         user's `comm_hook` does). A new engine on the same model takes it over."""
         if self._tap is not None:
-            self._tap.open = False
-            self._tap.squares = []
+            self._tap.close()
         self._set_sync(True)
+
+    def _measure_norm(self) -> float:
+        return math.sqrt(float(sum_of_squares(self._grads().values(), self.device)))
 
     def _begin_window(self) -> None:
         if self._tap is not None:
@@ -90,23 +94,44 @@ class DDPEngine(TorchOptimEngine):
     def _set_sync(self, last: bool) -> None:
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = last
+            assert self._tap is not None
+            self._tap.begin_backward()
 
 
 class _BucketTap:
     """State of the hook: the squared norm of every bucket of the window, before reduction."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.world = dist.get_world_size(group)
-        self.user: CommHook | None = None
+    def __init__(self, model: DistributedDataParallel, user: CommHook | None) -> None:
+        self.model = model
+        self.group = model.process_group
+        self.world = dist.get_world_size(self.group)
+        self.user = user
         self.open = True
         self.squares: list[torch.Tensor] = []
+        self.first = FirstReduction(model) if user is None and FirstReduction.lies_ahead(model) else None
+
+    def begin_backward(self) -> None:
+        if self.model._has_rebuilt_buckets:
+            self.forget_first()
+        if self.first is not None:
+            self.first.begin_backward()
+
+    def forget_first(self) -> None:
+        if self.first is not None:
+            self.first.close()
+            self.first = None
+
+    def close(self) -> None:
+        self.open = False
+        self.squares = []
+        self.forget_first()
 
 
 def _measure_and_reduce(state: _BucketTap, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """The hook: this rank's accumulated gradient goes by, its square is noted, then it is reduced to the mean.
 
-    Scaling by the reciprocal before the sum is what DDP does without a hook, to the last bit.
+    Scaling by the reciprocal before the sum is what DDP does without a hook, to the last bit; only the very first
+    backward of a process differs from DDP's (see ddp_first.py), and only with three ranks or more.
     """
     buffer = bucket.buffer()
     if state.open:
@@ -115,6 +140,8 @@ def _measure_and_reduce(state: _BucketTap, bucket: dist.GradBucket) -> Future[to
         user_state, user_hook = state.user
         return user_hook(user_state, bucket)
     buffer.mul_(1.0 / state.world)
+    if state.first is not None and not state.model._has_rebuilt_buckets:
+        return state.first.reduce(bucket, state.group)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -130,8 +157,7 @@ def _attach(model: DistributedDataParallel, user: CommHook | None) -> _BucketTap
             raise ConfigError("this DistributedDataParallel already belongs to an open engine: close() that one first")
         state.open, state.user = True, user
         return state
-    tap = _BucketTap(model.process_group)
-    tap.user = user
+    tap = _BucketTap(model, user)
     try:
         model.register_comm_hook(tap, _measure_and_reduce)
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class FSDP2Engine(TorchOptimEngine):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | FSDPModule,
         optimizer: Optimizer,
         scheduler: LRScheduler | None = None,
         *,
@@ -51,29 +51,31 @@ class FSDP2Engine(TorchOptimEngine):
                 f"fully_shard was not applied to {type(model).__name__} itself: "
                 "apply it to the blocks first and to the whole model last"
             )
-        self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        module = cast(nn.Module, model)  # FSDPModule is mixed into the module's own class
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:
             unit.reshard()  # an earlier forward leaves the root's whole parameters registered in place of its shards
-        sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+        sharded = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
         if sharded is None:
             raise ConfigError("no parameter of this model is sharded by FSDP2: all of them are in ignored_params")
-        mesh = sharded.device_mesh
-        self._mesh_size = mesh.size()
-        device = torch.device(mesh.device_type)
+        self._mesh = sharded.device_mesh
+        device = torch.device(self._mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.get_device_module(device).current_device())
-        super().__init__(model, optimizer, scheduler, clip, device)
+        super().__init__(module, optimizer, scheduler, clip, device)
         self.model = model
         self._ran = False
         self._taps: list[_ReduceScatterTap] = []
-        if self._mesh_size > 1:
+        if self._mesh.size() > 1:
             if _shards(sharded) == 1:
-                raise ConfigError(f"the mesh {mesh} replicates but does not shard: use DDP, or a mesh that shards")
+                raise ConfigError(
+                    f"the mesh {self._mesh} replicates but does not shard: use DDP, or a mesh that shards"
+                )
             self._attach()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._ran = True
-        return self.model(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     @torch.no_grad()
     def taps(self) -> Taps:
@@ -82,18 +84,11 @@ class FSDP2Engine(TorchOptimEngine):
         The local norm of a parameter in `ignored_params` is that of its `.grad` as it stands. Without other ranks
         nothing is reduced: both norms are that of `.grad`, and each gradient counts as a bucket.
         """
-        by_weight: dict[float, list[torch.Tensor]] = {}
-        plain: list[torch.Tensor] = []
-        for grad in self._grads().values():
-            by_weight.setdefault(_shards(grad) / self._mesh_size, []).append(local(grad))
-            if not isinstance(grad, DTensor):
-                plain.append(grad)
-        share = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight, grads in by_weight.items():
-            share += weight * sum_of_squares(grads, self.device)
-        if self._mesh_size == 1:
-            return Taps(share, share, sum(len(grads) for grads in by_weight.values()))
-        local_sq = sum_of_squares(plain, self.device)
+        grads = self._grads()
+        share = self._reduced_share()
+        if self._mesh.size() == 1:
+            return Taps(share, share, len(grads))
+        local_sq = sum_of_squares((g for g in grads.values() if not isinstance(g, DTensor)), self.device)
         squares = [square for tap in self._taps for square in tap.squares]
         for square in squares:
             local_sq += square
@@ -117,9 +112,24 @@ class FSDP2Engine(TorchOptimEngine):
             for group in groups:
                 if isinstance(group._reduce_scatter_comm, _ReduceScatterTap):
                     raise ConfigError("this FSDP2 model already belongs to an open engine: close() that one first")
-                tap = _ReduceScatterTap(unit, group._reduce_scatter_comm, self._mesh_size, group)
+                tap = _ReduceScatterTap(unit, group._reduce_scatter_comm, self._mesh.size(), group)
                 unit.set_custom_reduce_scatter(tap)
                 self._taps.append(tap)
+
+    def _reduced_share(self) -> torch.Tensor:
+        by_weight: dict[float, list[torch.Tensor]] = {}
+        for grad in self._grads().values():
+            by_weight.setdefault(_shards(grad) / self._mesh.size(), []).append(local(grad))
+        share = torch.zeros((), dtype=torch.float64, device=self.device)
+        for weight, grads in by_weight.items():
+            share += weight * sum_of_squares(grads, self.device)
+        return share
+
+    def _measure_norm(self) -> float:
+        total = self._reduced_share()
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(total, group=self._mesh.get_group(dim))
+        return math.sqrt(float(total))
 
     def _begin_window(self) -> None:
         for tap in self._taps:

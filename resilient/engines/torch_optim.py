@@ -6,7 +6,7 @@ A captured state is one rank's own: plain tensors (local shards for DTensors) an
      "optimizer": {"class": str, "groups": [{"params": [name], "options": {...}}],
                    "state": {name: {"values": {key: value}, "shapes": {key: [global shape of a sharded tensor]}}}},
      "schedule": scheduler.state_dict() | None,
-     "counters": {"steps": int, "skipped": int, "schedule": int | None}}
+     "counters": {"steps": int, "skipped": int, "schedule_start": int | None}}
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
@@ -79,7 +79,7 @@ class TorchOptimEngine:
             loss = loss / self._micro_steps
         loss.backward()
 
-    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         """Clip by min(1, clip * clip_factor / (grad_norm + 1e-6)) as `torch.nn.utils.clip_grad_norm_` does, step, advance
         the schedule, clear gradients, count. Raises ConfigError, with nothing touched, for a betas knob on an optimizer
         without betas."""
@@ -87,6 +87,8 @@ class TorchOptimEngine:
         if knobs.betas is not None and not all("betas" in group for group in groups):
             raise ConfigError(f"the policy changes betas, but {type(self.optimizer).__name__} has none")
         if self.clip is not None:
+            if grad_norm is None:
+                grad_norm = self._measure_norm()
             coefficient = self.clip * knobs.clip_factor / (grad_norm + 1e-6)
             grads = [local(g) for g in self._grads().values()]
             if coefficient < 1 and grads:
@@ -127,7 +129,6 @@ class TorchOptimEngine:
     @torch.no_grad()
     def capture(self) -> EngineState:
         """Clones on the tensors' own devices; see the module's docstring for the layout. Not a collective."""
-        counters = self.counters()
         return {
             "params": {name: local(p).clone() for name, p in self._params.items()},
             "buffers": {name: local(b).clone() for name, b in self.module.named_buffers()},
@@ -143,7 +144,11 @@ class TorchOptimEngine:
                 "state": self._capture_optimizer_state(),
             },
             "schedule": None if self.scheduler is None else _frozen(self.scheduler.state_dict()),
-            "counters": {"steps": counters.steps, "skipped": counters.skipped, "schedule": counters.schedule},
+            "counters": {
+                "steps": self._steps,
+                "skipped": self._skipped,
+                "schedule_start": self._schedule_start,
+            },
         }
 
     @torch.no_grad()
@@ -176,9 +181,7 @@ class TorchOptimEngine:
             self.scheduler.load_state_dict(_frozen(state["schedule"]))
         counters = state["counters"]
         self._steps, self._skipped = counters["steps"], counters["skipped"]
-        position = _position(self.scheduler)
-        if position is not None:
-            self._schedule_start = position - counters["schedule"]
+        self._schedule_start = counters["schedule_start"]
 
     def _capture_optimizer_state(self) -> dict[str, Any]:
         state = self.optimizer.state
@@ -234,7 +237,9 @@ class TorchOptimEngine:
         for i, (theirs, ours) in enumerate(zip(groups, self._group_names, strict=False)):
             if list(theirs) != list(ours):
                 only = sorted(set(theirs) ^ set(ours))
-                found.append(f"parameter group {i}: " + (f"differs in {', '.join(only[:4])}" if only else "other order"))
+                found.append(
+                    f"parameter group {i}: " + (f"differs in {', '.join(only[:4])}" if only else "other order")
+                )
         if (state["schedule"] is None) != (self.scheduler is None):
             found.append(f"LR schedule: {'none' if state['schedule'] is None else 'one'} in the state, but not here")
         return found
@@ -246,6 +251,10 @@ class TorchOptimEngine:
 
     def _set_sync(self, last: bool) -> None:
         """Reduce gradients in the backward that follows only if it is the window's last."""
+
+    def _measure_norm(self) -> float:
+        """Global norm of the reduced gradient, on every rank alike. Collective where gradients are sharded."""
+        raise NotImplementedError
 
     def _abandon_window(self) -> None:
         """A restore came, perhaps in the middle of a window: drop what the wrapper holds beside `.grad`."""
@@ -263,7 +272,7 @@ class TorchOptimEngine:
 @contextmanager
 def _overridden(groups: Sequence[dict[str, Any]], knobs: Knobs) -> Iterator[None]:
     """The optimizer's groups with the knobs applied; the original values come back however the step ends."""
-    kept = [{key: group[key] for key in ("lr", "betas") if key in group} for group in groups]
+    kept: list[dict[str, Any]] = [{key: group[key] for key in ("lr", "betas") if key in group} for group in groups]
     try:
         for group in groups:
             if knobs.lr_factor != 1.0:
@@ -288,8 +297,8 @@ def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler | None) -> Non
 
 def _position(scheduler: LRScheduler | None) -> int | None:
     """Steps the scheduler has taken by its own count. ChainedScheduler keeps none; its first part does."""
-    while scheduler is not None and not hasattr(scheduler, "last_epoch"):
-        scheduler = scheduler._schedulers[0]
+    if isinstance(scheduler, ChainedScheduler):
+        return _position(scheduler._schedulers[0])
     return None if scheduler is None else int(scheduler.last_epoch)
 
 

@@ -117,7 +117,7 @@ _PLACES = ("forward", "loss", "backward")
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"),
     "int | None": ((int, type(None)), "an integer or null"),
-    "float": ((int, float), "a number"),
+    "float": ((float,), "a number"),
     "bool": ((bool,), "true or false"),
     "str": ((str,), "text"),
 }
@@ -139,7 +139,7 @@ def parse(mapping: Mapping[str, Any] | None, key: str = "fault") -> FaultConfig:
     known = {f.name: f for f in fields(cls)}
     for name in mapping:
         if name not in (*known, "kind"):
-            raise ConfigError(f"{key}.{name}: unknown for kind {kind}{_nearest(str(name), sorted(known))}")
+            raise ConfigError(f"{key}.{name}: unknown for kind {kind}{_nearest(str(name), sorted(known), key + '.')}")
     for name, field in known.items():
         if name not in mapping and field.default is MISSING:
             raise ConfigError(f"{key}.{name}: missing for kind {kind}")
@@ -172,15 +172,17 @@ def _convert(annotation: Any, value: Any, key: str) -> Any:
         if value not in _PLACES:
             raise ConfigError(f"{key}={value}: unknown{_nearest(str(value), list(_PLACES))}")
         return value
+    if annotation == "float" and type(value) is int:
+        value = float(value)
     types, wording = _TYPES[annotation]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ConfigError(f"{key}={value!r}: must be {wording}")
-    return value * 1.0 if annotation == "float" else value
+    return value
 
 
-def _nearest(word: str, valid: list[str]) -> str:
+def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(word, valid, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; valid are {', '.join(valid)}"
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; valid are {', '.join(valid)}"
 
 
 def check_world(fault: FaultConfig, world: int, key: str = "fault") -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from resilient.errors import ConfigError
 from resilient.telemetry import html
-from resilient.telemetry.files import flatten
+from resilient.telemetry.files import flatten, read_json
 from resilient.telemetry.messages import duration, number
 from resilient.telemetry.report import gap
 from resilient.telemetry.run_data import MARKS, find_runs, load_run, load_summary
@@ -24,7 +24,8 @@ _CURVES = 12  # more lines than this cannot be told apart
 
 
 def collect(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per run at or below `paths`, a run found twice once. A path without any run becomes a row `missing`.
+    """One row per run at or below `paths`, a run found twice once. A path without any run becomes a row `missing`, and
+    so does a job of a sweep that ended before it had a run directory.
 
     Row: run, path, status, config (flat), the keys of FIGURES, incidents (count), named_ranks, wall_s."""
     rows: dict[Path, dict[str, Any]] = {}
@@ -33,6 +34,9 @@ def collect(paths: Sequence[str]) -> list[dict[str, Any]]:
         found = list(find_runs(folder))
         for run in found:
             rows.setdefault(run, read_row(run))
+        for lost in _jobs_without_run(folder):
+            found.append(lost)
+            rows.setdefault(lost, _missing(lost))
         if not found:
             rows.setdefault(folder, _missing(folder))
     return list(rows.values())
@@ -115,7 +119,7 @@ def html_page(comparison: dict[str, Any]) -> str:
     runs = comparison["runs"]
     readable = [load_run(row["path"]) for row in runs if row["status"] != "missing"]
     baseline = next((run for run in readable if run.run_id == comparison["baseline"]), None)
-    curves = [run for run in readable if run.steps][:_CURVES]
+    curves = [run for run in readable if run.steps or run.evaluations][:_CURVES]
     head = ["run", *_names(comparison["differing_keys"]), *_columns(comparison)]
     rows = []
     for row in runs:
@@ -135,7 +139,8 @@ def html_page(comparison: dict[str, Any]) -> str:
 def _names(keys: Sequence[str]) -> list[str]:
     """The last part of a key where that is unambiguous."""
     short = [key.rpartition(".")[2] for key in keys]
-    return [name if short.count(name) == 1 and name != "name" else key for name, key in zip(short, keys, strict=True)]
+    plain = [short.count(name) == 1 and name not in ("name", "kind", "mode") for name in short]
+    return [name if clear else key for name, key, clear in zip(short, keys, plain, strict=True)]
 
 
 def _columns(comparison: dict[str, Any]) -> list[str]:
@@ -173,6 +178,15 @@ def _setting(value: Any) -> str:
 def _loss(row: dict[str, Any]) -> float:
     value = row.get("eval_loss")
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
+
+
+def _jobs_without_run(folder: Path) -> list[Path]:
+    """Run directories that a sweep's jobs/<num>/result.json names and that do not exist."""
+    results = [read_json(path) for path in sorted(folder.glob("jobs/*/result.json"))]
+    wanted = [
+        folder / Path(str(result["run_directory"])).name for result in results if result and "run_directory" in result
+    ]
+    return [path for path in wanted if not path.exists()]
 
 
 def _missing(folder: Path) -> dict[str, Any]:

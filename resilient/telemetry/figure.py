@@ -139,12 +139,15 @@ def loss_figure(runs: Sequence[RunData], baseline: RunData | None = None) -> Fig
         figure = Figure(figsize=(11.5, 4.2), layout="constrained")
         ax = figure.subplots()
         if baseline is not None:
-            x, y = _standing(baseline, stretches(baseline), "loss")
+            x, y = _loss_curve(baseline)
             ax.plot(*thin(x, y), color=TWIN, linewidth=3.0, label=f"{baseline.run_id} (baseline)")
         for i, run in enumerate(r for r in runs if baseline is None or r.path != baseline.path):
-            x, y = _standing(run, stretches(run), "loss")
+            x, y = _loss_curve(run)
             dash = "-" if i < len(OTHERS) else "--"
-            ax.plot(*thin(x, y), color=OTHERS[i % len(OTHERS)], linestyle=dash, linewidth=1.3, label=run.run_id)
+            mark = None if run.steps else "D"
+            label = run.run_id if run.steps else f"{run.run_id} (evaluations only)"
+            color = OTHERS[i % len(OTHERS)]
+            ax.plot(*thin(x, y), color=color, linestyle=dash, linewidth=1.3, marker=mark, markersize=5, label=label)
         _loss_scale(ax, [np.asarray(line.get_ydata(), float) for line in ax.get_lines()])
         ax.set_xlabel("optimizer step")
         ax.set_ylabel("loss")
@@ -211,61 +214,72 @@ def _refused(ax: Axes, run: RunData, key: str) -> None:
 
 
 def _evaluations(ax: Axes, run: RunData) -> None:
-    points = [
-        (r["step"], run.value(r, "loss"))
-        for r in run.journal
-        if r["kind"] == "evaluation" and r.get("step") is not None
-    ]
-    if points:
-        ax.plot(
-            *zip(*points, strict=True),
-            "D",
-            color=EVAL,
-            markersize=5.5,
-            markeredgecolor="white",
-            markeredgewidth=0.9,
-            zorder=8,
-        )
+    if run.evaluations:
+        x, y = zip(*run.evaluations, strict=True)
+        ax.plot(x, y, "D", color=EVAL, markersize=5.5, markeredgecolor="white", markeredgewidth=0.9, zorder=8)
 
 
 def _rank_spread(ax: Axes, run: RunData) -> None:
-    """Median over ranks of the local gradient norm, the spread around it, and the named outliers."""
+    """Local gradient norms: the median over ranks with its spread, ranks that are always named (a small world) as lines
+    of their own, others where they stood out, and in red the ranks that an incident named."""
     rows = [(r, r["ranks"]["local_grad_norm"]) for r in run.steps if "local_grad_norm" in r.get("ranks", {})]
     last = {r["step"]: v for r, v in rows if r.get("applied")}  # each step as it was applied last
     x = np.array(sorted(last), float)
     median = np.array([_float(last[step].get("median")) for step in sorted(last)])
-    spread = np.array([_float(last[step].get("spread")) for step in sorted(last)])
-    keep = np.isfinite(median) & (median > 0)
-    x, median, spread = x[keep], median[keep], np.nan_to_num(spread[keep], posinf=0.0)
+    spread = np.nan_to_num([_float(last[step].get("spread")) for step in sorted(last)], posinf=0.0)
+    low = np.maximum(median - spread, median / 10)  # stays on a log axis
     stride = max(len(x) // _POINTS, 1)
-    ax.fill_between(
-        x[::stride],
-        np.maximum(median - spread, median / 10)[::stride],
-        (median + spread)[::stride],
-        color=RUN,
-        alpha=0.18,
-        linewidth=0,
-    )
-    ax.plot(x[::stride], median[::stride], color=RUN, linewidth=1.2)
+    ax.fill_between(x[::stride], low[::stride], (median + spread)[::stride], color=RUN, alpha=0.15, linewidth=0)
+    ax.plot(x[::stride], median[::stride], color=RUN, linewidth=1.4)
+    named: dict[str, list[tuple[float, float]]] = {}
+    for step in sorted(last):
+        for rank, value in (last[step].get("outliers") or {}).items():
+            named.setdefault(rank, []).append((float(step), _float(value)))
+    for rank, points in sorted(named.items()):
+        rx, ry = (np.array(values) for values in zip(*points, strict=True))
+        always = len(points) > len(x) / 2
+        color = OTHERS[(int(rank) + 1) % len(OTHERS)] if always else MUTED
+        ax.plot(*thin(rx, ry), "-" if always else ".", color=color, linewidth=0.9, alpha=0.75, markersize=4)
+        if always:
+            ax.annotate(
+                f"rank {rank}",
+                (1.0, 0.02 + 0.16 * (int(rank) % 6)),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                xytext=(4, 0),
+                fontsize=8,
+                color=color,
+                annotation_clip=False,
+            )
     ax.set_yscale("log")
     _plain_ticks(ax)
     ax.set_ylabel("local norm\nper rank")
-    for record, values in rows:
-        step = record["step"]
-        for rank, value in values.get("outliers", {}).items():
-            number = _float(value)
-            place: dict[str, Any] = {} if math.isfinite(number) else {"transform": ax.get_xaxis_transform()}
-            y = number if math.isfinite(number) else 0.9
-            ax.plot([step], [y], "o", color=REFUSED, markersize=5, zorder=6, **place)
+    _named_ranks(ax, run)
+
+
+def _named_ranks(ax: Axes, run: RunData) -> None:
+    """A labelled point for each rank that an incident named, at its norm; at the top of the panel if that was not finite."""
+    lines = {(r.get("generation", 0), r["attempt"]): r for r in run.steps}
+    for incident in run.incidents:
+        record = lines.get((incident.get("generation", 0), incident["attempt"]), {})
+        values = record.get("ranks", {}).get("local_grad_norm", {}).get("outliers") or {}
+        for rank in incident.get("ranks") or ():
+            value = _float(values.get(str(rank)))
+            finite = math.isfinite(value) and value > 0
             ax.annotate(
                 f"rank {rank}",
-                (step, y),
-                xycoords=("data", "axes fraction") if place else "data",
+                (incident["step"], value if finite else 0.9),
+                xycoords="data" if finite else ax.get_xaxis_transform(),
                 textcoords="offset points",
-                xytext=(6, -3),
+                xytext=(7, -3),
                 fontsize=8.5,
                 color=REFUSED,
                 annotation_clip=False,
+            )
+            place: dict[str, Any] = {} if finite else {"transform": ax.get_xaxis_transform()}
+            mark = "o" if finite else "^"
+            ax.plot(
+                [incident["step"]], [value if finite else 0.93], mark, color=REFUSED, markersize=5.5, zorder=6, **place
             )
 
 
@@ -367,7 +381,7 @@ def _legend(figure: Figure, run: RunData, twin: RunData | None) -> None:
         (
             Line2D([], [], color=EVAL, marker="D", linestyle=""),
             "evaluation",
-            any(r["kind"] == "evaluation" for r in run.journal),
+            bool(run.evaluations),
         ),
         (
             Line2D([], [], color=REFUSED, marker="x", linestyle="", markersize=7, markeredgewidth=1.8),
@@ -403,8 +417,9 @@ def _legend(figure: Figure, run: RunData, twin: RunData | None) -> None:
 
 
 def _limits(ax: Axes, run: RunData, twin: RunData | None) -> None:
-    last = max((r["step"] for data in (run, twin) if data is not None for r in data.steps), default=1)
-    first = min((r["step"] for r in run.steps), default=0)
+    shown = [data for data in (run, twin) if data is not None]
+    steps = [r["step"] for data in shown for r in data.steps] + [step for data in shown for step, _ in data.evaluations]
+    first, last = min(steps, default=0), max(steps, default=1)
     margin = max((last - first) * 0.015, 0.5)
     ax.set_xlim(first - margin, last + margin)
 
@@ -428,7 +443,8 @@ def skipped_steps(run: RunData, incident: dict[str, Any]) -> tuple[int, int] | N
     steps = [
         r["step"]
         for r in run.steps
-        if window[0] <= r.get("position", -1) < window[1] and r["attempt"] <= incident["attempt"]
+        if window[0] <= r.get("position", -1) < window[1]
+        and (r.get("generation", 0), r["attempt"]) <= (incident.get("generation", 0), incident["attempt"])
     ]
     return (min(steps), max(steps)) if steps else None
 
@@ -453,6 +469,14 @@ def _standing(run: RunData, pieces: list[Stretch], key: str) -> tuple[np.ndarray
     return _series(run, [r for piece in pieces for r in piece.records if r["step"] <= piece.upto], key)
 
 
+def _loss_curve(run: RunData) -> tuple[np.ndarray, np.ndarray]:
+    """Loss over the steps that stand; the evaluations of a run that recorded no steps (policy=off)."""
+    if run.steps or not run.evaluations:
+        return _standing(run, stretches(run), "loss")
+    x, y = zip(*run.evaluations, strict=True)
+    return np.array(x, float), np.array(y)
+
+
 def _series(run: RunData, records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([float(r["step"]) for r in records]), np.array([run.value(r, key) for r in records])
 
@@ -472,8 +496,8 @@ def _scientific(value: float) -> str:
 
 
 def _plain_ticks(ax: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_locator(NullLocator())

@@ -18,8 +18,8 @@ h2{font-size:16px;margin:0 0 12px}
 .chip{font-size:13px;font-weight:600;border-radius:99px;padding:2px 11px;color:#fff;background:var(--muted)}
 .done{background:var(--green)}.stopped,.failed,.missing{background:var(--red)}.preempted{background:var(--amber)}.running{background:var(--blue)}
 section{background:#fff;border:1px solid var(--line);border-radius:12px;padding:18px 20px;margin-top:16px;box-shadow:0 1px 2px rgba(31,41,51,.05)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:12px;padding:0;border:0;background:none;box-shadow:none}
-.tile{background:#fff;border:1px solid var(--line);border-radius:12px;padding:12px 14px}
+.tiles{display:flex;flex-wrap:wrap;gap:12px;padding:0;border:0;background:none;box-shadow:none}
+.tile{flex:1 1 118px;background:#fff;border:1px solid var(--line);border-radius:12px;padding:12px 14px}
 .tile b{display:block;font-size:22px;font-weight:650;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
 .tile span{color:var(--muted);font-size:13px}
 .scroll{overflow-x:auto}

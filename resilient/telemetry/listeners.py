@@ -57,8 +57,10 @@ class RunRecorder:
         self.summary.event(kind, fields)
         if self._journal is None:
             return
-        own = {key if key not in ("kind", "time", "generation") else f"event.{key}": fields[key] for key in fields}
-        self._journal.write({"kind": kind, **own, **self._stamp()})
+        own = {key if key not in ("kind", "time") else f"event.{key}": value for key, value in fields.items()}
+        if kind == "start" and self.run.differences:
+            own["kept_from_first_start"] = {key: [was, now] for key, was, now in self.run.differences}
+        self._journal.write({**own, "kind": kind, **self._stamp()})
         if kind == "end":
             self.run.write_summary(self.summary.as_dict())
 
@@ -137,15 +139,13 @@ class Progress:
         self.summary.incident(incident)
         if incident.action == "rollback":
             self._said = None
-        style = {"skip": "yellow", "apply": "cyan"}.get(incident.action, "bold red")
+        style = {"skip": "yellow", "rollback": "bold red", "stop": "bold red"}.get(incident.action, "cyan")
         self._say(f"! {incident_message(incident, self._budget)}", style)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         self.summary.event(kind, fields)
         if kind == "start":
             self._say(self._start_line(fields))
-            for key, was, now in self._run.differences if self._run is not None else ():
-                self._say(f"  kept from the first start: {key}: {was} (asked for now: {now})", "yellow")
         elif kind == "resume":
             self._say(f"resumed from step {fields.get('step', '?')}", "cyan")
         elif kind == "evaluation":
@@ -171,7 +171,7 @@ class Progress:
 
     def _start_line(self, fields: Mapping[str, Any]) -> str:
         names = [f"{key} {fields[key]}" for key in ("engine", "precision", "policy", "fault") if fields.get(key)]
-        world = fields.get("world_size", fields.get("world"))
+        world = fields.get("world")
         ranks = [f"{world} rank{'s' if world != 1 else ''}"] if world else []
         again = [f"start {self._run.generation + 1}"] if self._run is not None and self._run.resumed else []
         head = f"run {self._run.run_id}" if self._run is not None else "run"
@@ -219,7 +219,8 @@ class Progress:
 
 def summary_of(run: RunDirectory) -> Summary:
     """An empty summary for a first start, the earlier generations' counts for a further one."""
-    summary = Summary.replay(run.path, before_generation=run.generation)
+    first = run.generation == 0
+    summary = Summary(run.run_id) if first else Summary.replay(run.path, before_generation=run.generation)
     summary.engine = summary.engine or _config_name(run.config, "engine")
     summary.policy = summary.policy or _config_name(run.config, "policy")
     return summary

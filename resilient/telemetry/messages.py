@@ -8,11 +8,8 @@ from typing import Any
 
 from resilient.coordinator.events import Incident
 
-_DONE = {
-    "skip": "skipped on all ranks",
-    "stop": "stopped on all ranks",
-    "apply": "applied all the same (observed only)",
-}
+_DONE = {"skip": "skipped on all ranks", "stop": "stopped on all ranks", "apply": "applied all the same"}
+_WOULD = {"skip": "skipped", "rollback": "rolled back", "stop": "stopped"}
 
 
 def incident_message(incident: Incident, budget_left: int | None) -> str:
@@ -40,6 +37,9 @@ def what_happened(incident: Incident) -> str:
 
 
 def what_was_done(incident: Incident) -> str:
+    if incident.action.startswith("would "):
+        wanted = incident.action.removeprefix("would ")
+        return f"applied all the same (observed only; would have {_WOULD.get(wanted, wanted)})"
     if incident.action != "rollback":
         return _DONE.get(incident.action, incident.action)
     target = "an earlier step" if incident.target_step is None else f"step {incident.target_step}"

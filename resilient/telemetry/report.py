@@ -16,9 +16,9 @@ from resilient.telemetry.run_data import RunData
 
 _HIGHLIGHTS = (
     ("engine", ("engine.name", "engine.zero_stage", "engine.precision")),
-    ("model", ("model.name", "model.preset")),
+    ("model", ("model.name",)),
     ("policy", ("policy.name",)),
-    ("fault", ("fault.name",)),
+    ("fault", ("fault.kind",)),
     ("lr", ("optim.lr",)),
     ("seed", ("run.seed",)),
 )
@@ -46,7 +46,7 @@ def report_page(run: RunData, twin: RunData | None = None) -> str:
     body = [
         html.header(run.run_id, config_line(run.config), str(run.summary.get("status"))),
         html.tiles(_tiles(run, twin)),
-        html.section("Course of the run", svg(run_figure(run, twin)) if run.steps else "<p>No step was recorded.</p>"),
+        html.section("Course of the run", _course(run, twin)),
         html.section(f"Incidents ({len(run.incidents)})", _incident_table(run)),
     ]
     notes = _notes(run)
@@ -57,6 +57,13 @@ def report_page(run: RunData, twin: RunData | None = None) -> str:
     body.append(html.section("Summary", _summary_table(run, twin)))
     body.append(html.section("Environment", _environment(run)))
     return html.page(f"{run.run_id} - resilient report", body)
+
+
+def _course(run: RunData, twin: RunData | None) -> str:
+    if not run.steps and not run.evaluations:
+        return "<p>No step was recorded.</p>"
+    note = "" if run.steps else '<p class="note">No steps were recorded (an unguarded run): evaluations only.</p>'
+    return note + svg(run_figure(run, twin))
 
 
 def config_line(config: dict[str, Any]) -> str:
@@ -152,6 +159,9 @@ def _notes(run: RunData) -> list[str]:
             notes.append(f"warning: {said}")
         elif record["kind"] == "guard_failed":
             notes.append(f"the guard itself failed: {said}")
+        elif record["kind"] == "start" and record.get("kept_from_first_start"):
+            kept = record["kept_from_first_start"].items()
+            notes.extend(f"kept from the first start: {key} = {was} (asked for: {now})" for key, (was, now) in kept)
         elif record["kind"] == "resume":
             notes.append(f"start {record.get('generation', 0) + 1}: resumed from step {record.get('step', '?')}")
         elif record["kind"] == "end" and said:

@@ -38,6 +38,12 @@ class RunData:
     def incidents(self) -> list[dict[str, Any]]:
         return [record for record in self.journal if record["kind"] == "incident"]
 
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """(step, loss) of every evaluation, in the order they were made."""
+        found = [record for record in self.journal if record["kind"] == "evaluation"]
+        return [(record["step"], self.value(record, "loss")) for record in found if record.get("step") is not None]
+
     def value(self, record: dict[str, Any], key: str) -> float:
         """A number of a line; NaN where the file says null or nothing."""
         found = record.get(key)

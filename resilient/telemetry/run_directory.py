@@ -31,7 +31,7 @@ ABSENT = "(absent)"
 START_KEYS = ("run.root", "run.id", "run.resume", "run.on_config_change", "run.on_no_valid_checkpoint")
 """How to start, not what to train: today's value counts, and a change is no difference."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+@-]{0,199}\Z")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _held: set[int] = set()  # lock descriptors of this process
@@ -94,7 +94,7 @@ class RunDirectory:
         Raises ConfigError: bad id; the id is in use by a live process; `must` on a fresh id; `never` on an existing
         one; `refuse` and the configuration differs. TelemetryError: the folder cannot be written."""
         if not _NAME.match(run_id):
-            raise ConfigError(f"run.id: {run_id!r} is not a plain name (letters, digits, '.', '_', '-')")
+            raise ConfigError(f"run.id: {run_id!r} is not a plain name (letters, digits and . _ , = + @ -)")
         path = Path(root).expanduser().absolute() / run_id
         now = plain(config)
         if resume == "must" and not (path / "generation.json").exists():
@@ -186,20 +186,12 @@ class RunDirectory:
                 f"{current['generation']} was started by process {current.get('pid')} on {current.get('host')}"
             )
 
-    def write_verdict(self, verdict: dict[str, Any]) -> None:
-        """verdict.json: why this start ended, for the supervisor. Adds run_id, generation and time. Rank 0 only."""
-        identity = {"run_id": self.run_id, "generation": self.generation, "time": time.time()}
-        self._write("verdict.json", {**verdict, **identity})
-
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """summary.json. Rank 0 only."""
-        self._write("summary.json", summary)
-
-    def _write(self, name: str, data: dict[str, Any]) -> None:
+        """summary.json. Rank 0 only, and refused once a newer generation exists."""
         if not self.writable:
-            raise TelemetryError(f"{name}: only rank 0 writes the run directory")
+            raise TelemetryError("summary.json: only rank 0 writes the run directory")
         self.assert_current_generation()
-        write_json(self.path / name, data)
+        write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
         """Let go of the run, so that it can be started again. Idempotent; a dying process does the same."""

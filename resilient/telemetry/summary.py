@@ -26,9 +26,10 @@ class Summary:
     attempts = applied + skipped, where skipped are all refused attempts (also those that led to a rollback or a stop);
     applied also counts steps that were undone later. steps: where training stands. steps_lost: applied steps that a
     rollback or a restart undid, so that applied = steps + steps_lost for a run that began at step 0.
+    An unguarded stretch reports no steps: there the coordinator's own counters, told at the end, are taken.
     final_loss: of the last applied attempt that still stands. eval_loss: the newest evaluation. wall_s: time during
-    which some generation was writing. nonfinite_loss, nonfinite_grad: attempts whose raw value was not finite (BR-44).
-    """
+    which some generation was writing. nonfinite_loss, nonfinite_grad: attempts whose raw value was not finite, or the
+    coordinator's counts of the same over ranks and micro-steps where it tells them (BR-44)."""
 
     def __init__(self, run_id: str, *, engine: str = "", policy: str = "") -> None:
         self.run_id = run_id
@@ -111,7 +112,7 @@ class Summary:
         )
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Reads: start (engine, policy), resume (step), evaluation (loss), end (status, eval_loss, budget_left)."""
+        """Reads: start (engine, policy), resume (step), evaluation (loss), end (status, eval_loss, counters)."""
         if kind == "start":
             self.engine = str(fields.get("engine") or self.engine)
             self.policy = str(fields.get("policy") or self.policy)
@@ -124,7 +125,7 @@ class Summary:
             self.status = status if status in STATUSES else "failed"
             if fields.get("eval_loss") is not None:
                 self.eval_loss = _json_number(fields["eval_loss"])
-            self.budget_left = fields.get("budget_left", self.budget_left)
+            self._count_at_least(fields.get("counters") or {})
 
     def close(self) -> None:
         """Stop the clock."""
@@ -159,6 +160,17 @@ class Summary:
                 self._losses.pop(undone, None)
             self.final_loss = _json_number(self._losses.get(step))
             self.steps = step
+
+    def _count_at_least(self, counters: Mapping[str, Any]) -> None:
+        """Take over the coordinator's counters where they saw more than was reported step by step (policy=off, or the
+        guard broke). They never count less, except after a kill, when the files know the attempts that were lost."""
+        if counters.get("attempts", 0) > self.attempts:
+            self.attempts, self.applied = int(counters["attempts"]), int(counters["applied"])
+            self.rollbacks, self.steps_lost = int(counters["rollbacks"]), int(counters["steps_lost"])
+            self.steps = self.applied - self.steps_lost
+            self.final_loss = None  # nobody told it
+        self.nonfinite_loss = max(self.nonfinite_loss, int(counters.get("nonfinite_loss", 0)))
+        self.nonfinite_grad = max(self.nonfinite_grad, int(counters.get("nonfinite_grad", 0)))
 
     # -- reading ------------------------------------------------------------------------------------------------
 

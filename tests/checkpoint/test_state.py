@@ -18,7 +18,9 @@ from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import Snapshot
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
 def test_a_single_flipped_element_changes_the_digest(dtype: torch.dtype):
     tensor = torch.arange(2500).remainder(2).to(dtype)
     before = int(tensor_digest(tensor))
@@ -39,7 +41,13 @@ def test_negative_zero_and_nan_bits_count():
     assert int(tensor_digest(torch.tensor([0.0]))) != int(tensor_digest(torch.tensor([-0.0])))
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=3), c, max_size=3), max_leaves=8))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=3), c, max_size=3),
+        max_leaves=8,
+    )
+)
 def test_state_digest_is_a_function_of_the_state(state):
     assert state_digest({"a": state}) == state_digest({"a": state})
 
@@ -52,7 +60,13 @@ def test_state_digests_name_the_leaf_that_differs():
 
 
 def draws() -> list[float]:
-    return [random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1), float(np.random.normal())]
+    return [
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+    ]
 
 
 def test_all_streams_come_back_also_through_a_file():

@@ -60,7 +60,9 @@ def shuffled(seed: int = 0) -> DataLoader:
     return DataLoader(list(range(17)), batch_size=2, shuffle=True)
 
 
-@pytest.mark.parametrize("make", [lambda: Stateful(11), lambda: list(range(11)), shuffled], ids=["stateful", "list", "shuffled"])
+@pytest.mark.parametrize(
+    "make", [lambda: Stateful(11), lambda: list(range(11)), shuffled], ids=["stateful", "list", "shuffled"]
+)
 @pytest.mark.parametrize("tail", ["drop", "flush", "carry"])
 def test_every_position_can_be_come_back_to(make: Any, tail: Any):
     feed = WindowFeed(make(), 3, tail=tail)

@@ -124,7 +124,10 @@ class TestCrossRank:
     def test_a_rank_that_is_always_larger_is_not_an_outlier(self):
         rng = np.random.default_rng(2)
         detector = CrossRankOutlier(CrossRankConfig())
-        steps = [ranks_at(i, [1.0 * math.exp(0.2 * rng.standard_normal()), 20.0 * math.exp(0.2 * rng.standard_normal())]) for i in range(200)]
+        steps = [
+            ranks_at(i, [1.0 * math.exp(0.2 * rng.standard_normal()), 20.0 * math.exp(0.2 * rng.standard_normal())])
+            for i in range(200)
+        ]
         assert not any(feed(detector, steps))
 
     def test_all_ranks_together_is_not_a_rank_outlier(self):
@@ -134,9 +137,11 @@ class TestCrossRank:
 
     def test_peer_groups_are_compared_inside_only(self):
         detector = CrossRankOutlier(CrossRankConfig())
+
         def at(step: int, norms: list[float]) -> Observation:
             plain = ranks_at(step, norms)
             return Observation(step, step, plain.values, plain.per_rank, ((0, 1), (2, 3)))
+
         feed(detector, [at(i, [1.0, 1.0, 50.0, 50.0]) for i in range(50)])
         acts = detector.observe(at(51, [1.0, 1.0, 50.0, 5000.0]))
         assert [f.ranks for f in acts] == [(3,)]
@@ -152,7 +157,10 @@ class TestCrossRank:
 
 
 class TestNonFinite:
-    @pytest.mark.parametrize(("column", "place"), [("nonfinite_forward", "forward"), ("nonfinite_loss", "loss"), ("nonfinite_backward", "backward")])
+    @pytest.mark.parametrize(
+        ("column", "place"),
+        [("nonfinite_forward", "forward"), ("nonfinite_loss", "loss"), ("nonfinite_backward", "backward")],
+    )
     def test_rank_and_place(self, column: str, place: str):
         observation = ranks_at(7, [1.0, 1.0, 1.0])
         observation.per_rank[column][2] = 1  # type: ignore[index]

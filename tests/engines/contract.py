@@ -84,13 +84,12 @@ def window(
 def grad_norm(taps: Taps) -> float:
     """The global norm as the coordinator computes it: shares summed over ranks."""
     share = taps.reduced_sq_share.detach().double().clone()
-    dist.all_reduce(share)
+    if dist.is_initialized():
+        dist.all_reduce(share)
     return math.sqrt(float(share)) if float(share) >= 0 else math.nan
 
 
-def train(
-    engine: Engine, setup: Setup, indices: Sequence[int], rank: int, *, reseed: bool = False
-) -> list[float]:
+def train(engine: Engine, setup: Setup, indices: Sequence[int], rank: int, *, reseed: bool = False) -> list[float]:
     """Train on these data windows. reseed: torch's RNG depends on (window, rank) only, not on what ran before."""
     losses = []
     for index in indices:
@@ -127,13 +126,6 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 def assert_same(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
     found = differences(a, b)
     assert not found, f"{what}: {len(found)} of {len(a)} leaves differ:\n  " + "\n  ".join(found[:12])
-
-
-def _all_ranks(value: bool) -> bool:
-    """True if `value` is true on every rank."""
-    flag = torch.tensor(1.0 if value else 0.0)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 # --- the reference ----------------------------------------------------------------------------------------------
@@ -193,7 +185,8 @@ def check_norms(adapter: Adapter, rank: int, world: int) -> None:
                 case = f"{precision}, accumulation {accumulation}, window {index}"
                 assert abs(got_whole / whole - 1) < bound, f"{case}: grad_norm {got_whole}, reference {whole}"
                 assert abs(got_local / local - 1) < bound, f"{case}: local norm {got_local}, reference {local}"
-                assert taps.local_sq.ndim == 0 and taps.reduced_sq_share.ndim == 0
+                assert taps.local_sq.ndim == 0
+                assert taps.reduced_sq_share.ndim == 0
                 enough = 1 if index == 0 else 2  # DDP learns its buckets in the first backward, which has one
                 assert taps.buckets >= enough, f"{case}: taps saw {taps.buckets} buckets"
                 engine.apply(got_whole, NEUTRAL)
@@ -213,7 +206,9 @@ def check_true_skip(adapter: Adapter, rank: int, world: int) -> None:
             taps, _ = window(engine, setup, 2, rank, nan_on=nan_on)
             if nan_on is not None:
                 assert not math.isfinite(grad_norm(taps)), f"{case}: the NaN is not in the reduced norm"
-                assert math.isfinite(float(taps.local_sq)) == (rank != nan_on), f"{case}: local norm names the wrong rank"
+                assert math.isfinite(float(taps.local_sq)) == (rank != nan_on), (
+                    f"{case}: local norm names the wrong rank"
+                )
             engine.skip()
             assert_same(before, leaves(engine.capture(), adapter.bookkeeping), f"{case}: the skip")
             now = engine.counters()
@@ -359,6 +354,22 @@ def check_clip(adapter: Adapter, rank: int, world: int) -> None:
     engine.close()
 
 
+def check_unmeasured_apply(adapter: Adapter, rank: int, world: int) -> None:
+    """apply(None, ...) as an unguarded run calls it: the engine finds the norm itself and clips by it."""
+    setup = Setup(optimizer="sgd", clip=0.02, lr=1.0)
+    engine = adapter.make(setup, rank, world)
+    state = engine.capture()
+    norm = grad_norm(window(engine, setup, 0, rank)[0])
+    engine.apply(norm, NEUTRAL)
+    given = adapter.full_parameters(engine)
+    engine.restore(state)
+    window(engine, setup, 0, rank)
+    engine.apply(None, NEUTRAL)
+    for name, p in adapter.full_parameters(engine).items():
+        torch.testing.assert_close(p, given[name], rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    engine.close()
+
+
 def check_betas(adapter: Adapter, rank: int, world: int) -> None:
     """The betas knob holds for one step; the optimizer's own betas come back."""
     setup = Setup(groups=True)
@@ -406,7 +417,8 @@ def check_unused_parameter(adapter: Adapter, rank: int, world: int) -> None:
     parameters = adapter.full_parameters(engine)
     taps, _ = window(engine, setup, 0, rank)
     local, whole = reference_norms(setup, parameters, 0, rank, world, engine.per_micro_step)
-    assert abs(grad_norm(taps) / whole - 1) < 1e-5 and abs(math.sqrt(float(taps.local_sq)) / local - 1) < 1e-5
+    assert abs(grad_norm(taps) / whole - 1) < 1e-5
+    assert abs(math.sqrt(float(taps.local_sq)) / local - 1) < 1e-5
     engine.apply(grad_norm(taps), NEUTRAL)
     state = engine.capture()
     assert any("spare.weight" in path for path in leaves(state)) or engine.name == "deepspeed"

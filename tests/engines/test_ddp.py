@@ -28,9 +28,7 @@ class DDPAdapter:
         scheduler = build_scheduler(optimizer, setup)
         model: nn.Module = module
         if world > 1:
-            model = DistributedDataParallel(
-                module, bucket_cap_mb=setup.bucket_mb, find_unused_parameters=setup.unused
-            )
+            model = DistributedDataParallel(module, bucket_cap_mb=setup.bucket_mb, find_unused_parameters=setup.unused)
         return DDPEngine(model, optimizer, scheduler, clip=setup.clip, precision=setup.precision)
 
     def full_parameters(self, engine: Engine) -> dict[str, torch.Tensor]:

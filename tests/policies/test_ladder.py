@@ -18,11 +18,15 @@ CONFIG = PolicyConfig(
 
 
 def verdict(step: int, **changes) -> Verdict:
-    base = Verdict(cause="data", severity=Severity.ACT, ranks=(), onset_step=step, confidence=0.5, evidence=("bad",), findings=())
+    base = Verdict(
+        cause="data", severity=Severity.ACT, ranks=(), onset_step=step, confidence=0.5, evidence=("bad",), findings=()
+    )
     return replace(base, **changes)
 
 
-def run(ladder: Ladder, verdicts: list[Verdict | None], step: int = 10, attempt: int = 10, targets: int = 2) -> list[Decision]:
+def run(
+    ladder: Ladder, verdicts: list[Verdict | None], step: int = 10, attempt: int = 10, targets: int = 2
+) -> list[Decision]:
     taken = []
     for v in verdicts:
         decision = ladder.decide(v, step=step, attempt=attempt, targets=targets)
@@ -110,7 +114,12 @@ def test_observe_says_what_it_would_do_and_applies():
 
 @given(st.lists(st.sampled_from(["ok", "bad", "comm", "overflow"]), max_size=80), st.integers(0, 3))
 def test_budgets_are_never_exceeded_and_the_digest_depends_on_the_inputs_only(kinds: list[str], targets: int):
-    made = {"ok": None, "bad": verdict(10), "comm": verdict(10, cause="communication"), "overflow": verdict(10, scale_overflow=True)}
+    made = {
+        "ok": None,
+        "bad": verdict(10),
+        "comm": verdict(10, cause="communication"),
+        "overflow": verdict(10, scale_overflow=True),
+    }
     one, two = (run(Ladder(CONFIG), [made[k] for k in kinds], targets=targets) for _ in range(2))
     assert [d.digest() for d in one] == [d.digest() for d in two]
     assert sum(d.action == "rollback" for d in one) <= CONFIG.rollback.budget

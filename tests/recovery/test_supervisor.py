@@ -103,13 +103,13 @@ def test_the_verdict_wins_over_the_code_that_a_launcher_invents(tmp_path: Path) 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("last_words", ["", "announce(run, 'r', 5)", "announce(run, 'r', 6)"])
-def test_an_old_verdict_is_not_this_starts(tmp_path: Path, last_words: str) -> None:
+@pytest.mark.parametrize("announced", [5, 6])
+def test_an_old_verdict_is_not_this_starts(tmp_path: Path, announced: int) -> None:
     """A start that dies without a word is judged by its exit code, whatever an earlier one, of this launch or of
     another, has left in the run directory."""
     job = launch(
         tmp_path,
-        f"stale{len(last_words)}{last_words[-2:-1]}",
+        f"stale{announced}",
         RUN
         + f"""
 if generation == 0:
@@ -121,7 +121,7 @@ if generation == 1:
     os.environ["RESILIENT_SUPERVISOR"] += "-another"
     write_verdict(run, 77, 'of another launch', 5)
     os.environ["RESILIENT_SUPERVISOR"] = os.environ["RESILIENT_SUPERVISOR"].removesuffix("-another")
-    {last_words or "pass"}
+    announce(run, 'r', {announced})
     sys.exit(1)
 """,
     )
@@ -129,6 +129,25 @@ if generation == 1:
     assert len(starts(tmp_path)) == 3
     assert "verdict 75: again" in job.text
     assert "another launch" not in job.text
+
+
+@pytest.mark.timeout(60)
+def test_a_start_that_announces_nothing_is_judged_by_its_exit_code(tmp_path: Path) -> None:
+    job = launch(
+        tmp_path,
+        "silent",
+        RUN
+        + """
+if generation == 0:
+    run.mkdir()
+    announce(run, "r", 0)
+    write_verdict(run, 75, "again", 0)
+    sys.exit(1)
+sys.exit(64)
+""",
+    )
+    assert job.wait() == 64
+    assert len(starts(tmp_path)) == 2
 
 
 @pytest.mark.timeout(60)

@@ -18,7 +18,7 @@ from resilient.telemetry.run_directory import RunDirectory
 
 CONFIG: dict[str, Any] = {
     "engine": {"name": "deepspeed", "zero_stage": 1, "precision": "bf16"},
-    "model": {"preset": "gpt_1m"},
+    "model": {"name": "gpt_1m"},
     "optim": {"lr": 3e-4, "clip": 1.0, "betas": [0.9, 0.95]},
     "policy": {"name": "default", "mode": "act"},
     "run": {"root": "runs", "id": None, "steps": 120, "seed": 0, "resume": "auto"},
@@ -53,6 +53,7 @@ class Story:
         healthy = 2.1 + 3.4 * math.exp(-step / 28) + float(self._rng.normal(0, 0.03))
         healthy_norm = (0.55 + 1.2 * math.exp(-step / 18)) * math.exp(float(self._rng.normal(0, 0.10)))
         local = healthy_norm * 1.25
+        self.budget -= action != "apply"
         report = StepReport(
             step=step,
             attempt=self.attempt,
@@ -77,9 +78,7 @@ class Story:
             position=self.position,
         )
         self.position += 1
-        if action != "apply":
-            self.budget -= 1
-        else:
+        if action == "apply":
             self.done = step
             self.lr_factor = min(1.0, self.lr_factor + 0.7 / 20)
         for listener in self.listeners:
@@ -159,7 +158,7 @@ def eventful_run(root: Path, run_id: str = "guarded", config: dict[str, Any] | N
     with RunDirectory.open(root, run_id, config or CONFIG) as run:
         recorder = RunRecorder(run)
         story = Story([recorder])
-        story.event("start", engine="deepspeed", policy="default", world_size=2)
+        story.event("start", engine="deepspeed", policy="default", world=2)
         story.healthy(24)
         story.nan_on_rank(1)
         story.healthy(46)
@@ -171,7 +170,7 @@ def eventful_run(root: Path, run_id: str = "guarded", config: dict[str, Any] | N
     with RunDirectory.open(root, run_id, config or CONFIG) as run:
         recorder = RunRecorder(run)
         story = Story([recorder], step=80, attempt=attempts, seed=1)
-        story.event("start", engine="deepspeed", policy="default", world_size=2)
+        story.event("start", engine="deepspeed", policy="default", world=2)
         story.event("resume", step=80, attempt=attempts)
         story.healthy(120)
         story.end()
@@ -186,7 +185,7 @@ def quiet_run(
     with RunDirectory.open(root, run_id, config or CONFIG) as run:
         recorder = RunRecorder(run)
         story = Story([recorder])
-        story.event("start", engine="deepspeed", policy="default", world_size=2)
+        story.event("start", engine="deepspeed", policy="default", world=2)
         story.healthy(120)
         story.end(eval_loss=eval_loss)
         recorder.close()

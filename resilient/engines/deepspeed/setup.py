@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +23,7 @@ def build(
     *,
     make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-    clip: float,
+    clip: float | None,
     accumulation: int,
     micro_batch: int,
     device: torch.device,
@@ -31,7 +31,7 @@ def build(
     """A guarded DeepSpeed engine around `module` (fp32, on any device; DeepSpeed moves and casts it).
 
     make_optimizer gets the module, make_scheduler the optimizer (it may return None). clip: largest global gradient
-    norm, 0 for none. Call on every rank, with the default process group initialised.
+    norm, 0 or None for no clipping. Call on every rank, with the default process group initialised.
     """
     deepspeed = load_deepspeed(device, config.precision)
     optimizer = make_optimizer(module)
@@ -46,14 +46,14 @@ def build(
     return DeepSpeedEngine(engine)
 
 
-def compose(config: EngineConfig, *, clip: float, accumulation: int, micro_batch: int) -> dict[str, Any]:
+def compose(config: EngineConfig, *, clip: float | None, accumulation: int, micro_batch: int) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`; `config.deepspeed` is merged over it, key by key, at every depth."""
     bucket = max(int(config.bucket_mb * 2**20 / _ELEMENT_SIZE[config.precision]), 2)
     bucket += bucket % 2  # allgather_bucket_size must be even
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
+        "gradient_clipping": clip or 0.0,
         "zero_optimization": {
             "stage": config.zero_stage,
             "reduce_bucket_size": bucket,
@@ -86,33 +86,36 @@ def load_deepspeed(device: torch.device, precision: str) -> Any:
     """Import deepspeed for this device type, quietly. ConfigError if it is already set up for another one."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _make_ninja_findable()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
-    logger.setLevel("INFO" if os.environ.get("RESILIENT_VERBOSE") else "WARNING")
+    if os.environ.get("RESILIENT_VERBOSE"):
+        logger.setLevel("INFO")
+    else:
+        logger.setLevel("WARNING")  # torch 2.13 deprecates collectives that deepspeed 0.19.8 calls in every step
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     accelerator = get_accelerator()
     if accelerator.device_name() != device.type:
         raise ConfigError(
             f"DeepSpeed runs on {accelerator.device_name()}, the engine is asked for on {device.type}: "
             f"set DS_ACCELERATOR={device.type} before deepspeed is imported"
         )
-    if device.type == "cpu" and precision == "fp16":
-        allow_fp16_on_cpu(accelerator)
+    if device.type == "cpu":
+        leave_out_shm_extension(deepspeed)
+        if precision == "fp16":
+            allow_fp16_on_cpu(accelerator)
     return deepspeed
+
+
+def leave_out_shm_extension(deepspeed: Any) -> None:
+    """On its first CPU start DeepSpeed compiles a shared-memory extension that only `inference_all_reduce` uses. Training
+    never calls that, and a rank killed while it compiles leaves a lock behind on which every later start waits for
+    ever (torch's FileBaton has no deadline). So it is declared incompatible, and gloo serves."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def allow_fp16_on_cpu(accelerator: Any) -> None:
     """DeepSpeed refuses fp16 on CPUs without native fp16 arithmetic. torch computes it there all the same, slowly, so
     the real dynamic loss scaler can run (for tests and rehearsals). Affects this process's accelerator object only."""
     accelerator.is_fp16_supported = lambda: True
-
-
-def _make_ninja_findable() -> None:
-    """DeepSpeed compiles a small shared-memory extension on its first CPU start; the ninja of a virtual environment
-    that was not activated is beside the interpreter but not on PATH."""
-    here = os.path.dirname(sys.executable)
-    parts = os.environ.get("PATH", "").split(os.pathsep)
-    if here not in parts:
-        os.environ["PATH"] = os.pathsep.join([here, *parts])

@@ -113,7 +113,9 @@ class Stage:
     @contextmanager
     def knobs(self, knobs: Knobs) -> Iterator[None]:
         """LR, betas and clip as `knobs` wants them. LR and betas change only inside the base optimizer's own step, so
-        neither a schedule nor a log line ever sees them."""
+        neither a schedule nor a log line ever sees them. ConfigError for betas on an optimizer without."""
+        if knobs.betas is not None and not all("betas" in group for group in self.base.param_groups):
+            raise ConfigError(f"the policy changes betas, but {type(self.base).__name__} has none")
         changed: list[tuple[dict[str, Any], str, Any]] = []
 
         def put(group: dict[str, Any], key: str, value: Any) -> None:
@@ -128,7 +130,7 @@ class Stage:
         def scale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for group in optimizer.param_groups:
                 put(group, "lr", group["lr"] * knobs.lr_factor)
-                if knobs.betas is not None and "betas" in group:
+                if knobs.betas is not None:
                     put(group, "betas", knobs.betas)
 
         clip, handles = self.clip, []
@@ -326,6 +328,24 @@ class PartitionedStage(ZeroStage):
 
 class ShardedStage(ZeroStage):
     """ZeRO 3."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._zero_padding()
+
+    @torch.no_grad()
+    def _zero_padding(self) -> None:
+        """The last shard of a parameter is padded with uninitialised memory, which ends up in the masters. Zero stays
+        zero under any optimizer here (its gradient is zero), so that equal runs have equal state, and no NaN hides."""
+        optimizer = self.optimizer
+        for parameter in self.engine.module.parameters():
+            shard = parameter.ds_tensor  # type: ignore[attr-defined]
+            rank, size = parameter.ds_zero_partition_rank, parameter.partition_numel()  # type: ignore[attr-defined]
+            used = min(max(parameter.ds_numel - rank * size, 0), size)  # type: ignore[attr-defined]
+            shard.data[used:].zero_()
+            if optimizer.get_param_id(parameter) in optimizer.grad_position:
+                group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                optimizer.fp32_partitioned_groups_flat[group].data[offset + used : offset + size].zero_()
 
     def connect(self, observe: Observer) -> None:
         from deepspeed.accelerator import get_accelerator

@@ -23,28 +23,6 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Buffers:
-    """The module's buffers as they were when the window began: a forward pass may move them (running statistics), and a
-    skipped window must not. Cloned again only after they changed."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._kept: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    def remember(self) -> None:
-        for name, buffer in self._module.named_buffers():
-            kept = self._kept.get(name)
-            if kept is None or kept[0] is not buffer or kept[1] != buffer._version:
-                self._kept[name] = (buffer, buffer._version, buffer.detach().clone())
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for name, (buffer, version, clone) in self._kept.items():
-            if buffer._version != version:
-                buffer.copy_(clone)
-                self._kept[name] = (buffer, buffer._version, clone)
-
-
 def capture_state(engine: Engine, stage: Stage, schedulers: list[Any], extra: dict[str, int]) -> EngineState:
     """This rank's state: a nested dict of cloned tensors and plain values."""
     masters = stage.masters()

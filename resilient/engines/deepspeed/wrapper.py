@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from resilient.engines.base import Counters, EngineState, Taps
+from resilient.engines.buffers import BufferHold
 from resilient.engines.deepspeed.stages import stage_of
-from resilient.engines.deepspeed.state import Buffers, capture_state, restore_state
+from resilient.engines.deepspeed.state import capture_state, restore_state
+from resilient.engines.norms import sum_of_squares
+from resilient.errors import ConfigError
 from resilient.signals import Knobs
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ class DeepSpeedEngine:
         self._world = engine.dp_world_size
         self._own_scheduler = scheduler if scheduler is not engine.lr_scheduler else None
         self._refused = engine.skipped_steps  # steps that DeepSpeed refused itself: it counts them in global_steps too
-        self._buffers = Buffers(self.module)
+        self._schedule_offset = self._schedule_position(0) - (engine.global_steps - self._refused)
+        self._buffers = BufferHold(self.module)
         self._index, self._count = 0, 1
         self._listening = False
         self._reset_taps()
@@ -57,7 +61,7 @@ class DeepSpeedEngine:
         """Micro-step `index` of `count`. `count` may differ from the configured accumulation (a short last window)."""
         if index == 0:
             self._reset_taps()
-            self._buffers.remember()
+            self._buffers.take()
         self._index, self._count = index, count
         self.engine.set_gradient_accumulation_boundary(index == count - 1)
 
@@ -76,7 +80,7 @@ class DeepSpeedEngine:
     def taps(self) -> Taps:
         """Local norm of what entered the reduction; reduced share of what `engine.step` is about to use."""
         unscale = self._stage.loss_scale() ** 2
-        share = _squared_norm(self._stage.reduced(), self.device) / unscale
+        share = sum_of_squares(self._stage.reduced(), self.device) / unscale
         if self._stage.replicated:
             share = share / self._world
         return Taps(local_sq=self._local_sq / unscale, reduced_sq_share=share, buckets=self._seen)
@@ -87,7 +91,7 @@ class DeepSpeedEngine:
 
     def _observe(self, gradients: list[torch.Tensor]) -> None:
         if self._listening:
-            self._local_sq = self._local_sq + _squared_norm(gradients, self.device)
+            self._local_sq = self._local_sq + sum_of_squares(gradients, self.device)
             self._seen += 1
 
     # --- the gate ---
@@ -102,6 +106,7 @@ class DeepSpeedEngine:
         with self._stage.knobs(knobs):
             self.engine.step()
         self._align_micro_steps()
+        self._buffers.drop()
         if self.engine.was_step_applied():
             self._stage.after_step()
             if self._own_scheduler is not None:
@@ -140,24 +145,28 @@ class DeepSpeedEngine:
         return self._stage.dynamic()
 
     def counters(self) -> Counters:
-        """steps: DeepSpeed's global_steps without those it counted but refused. skipped: its skipped_steps."""
-        return Counters(
-            steps=self.engine.global_steps - self._refused,
-            skipped=self.engine.skipped_steps,
-            schedule=_position(self._schedulers[-1]) if self._schedulers else None,
-        )
+        """steps: DeepSpeed's global_steps without those it counted but refused. skipped: its skipped_steps. schedule: by
+        the schedule's own count, less what it was ahead of `steps` when the engine was wrapped."""
+        schedule = self._schedule_position(self._schedule_offset) if self._schedulers else None
+        return Counters(self.engine.global_steps - self._refused, self.engine.skipped_steps, schedule)
+
+    def _schedule_position(self, offset: int) -> int:
+        """Steps the LR schedule has taken by its own count, less `offset`; 0 without a schedule."""
+        return _position(self._schedulers[-1]) - offset if self._schedulers else 0
 
     # --- state ---
 
     def capture(self) -> EngineState:
         """Clones on the tensors' own devices. ZeRO 1-3: this rank's partitions only."""
-        return capture_state(self.engine, self._stage, self._schedulers, {"refused": self._refused})
+        extra = {"refused": self._refused, "schedule_offset": self._schedule_offset}
+        return capture_state(self.engine, self._stage, self._schedulers, extra)
 
     def restore(self, state: EngineState) -> None:
         """Bit for bit, in place. CheckpointError, before anything is touched, if the state is of another model, stage,
         precision, world or rank."""
-        extra = restore_state(self.engine, self._stage, self._schedulers, state)
-        self._refused = extra["refused"]
+        counters = restore_state(self.engine, self._stage, self._schedulers, state)
+        self._refused, self._schedule_offset = counters["refused"], counters["schedule_offset"]
+        self._buffers.drop()
         self._index, self._count = 0, 1
         self._reset_taps()
 
@@ -167,19 +176,13 @@ class DeepSpeedEngine:
         self.engine._is_gradient_accumulation_boundary = None
 
 
-def _squared_norm(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """0-dim float64: sum of squares, norms taken in float32 and added in float64. No host sync."""
-    tensors = [t.detach() for t in tensors if t.numel()]
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(tensors, 2, torch.float32)
-    return torch.stack(norms).double().square().sum()
-
-
-def _position(scheduler: Any) -> int | None:
-    """Steps a schedule has taken: torch counts from 0, DeepSpeed's own schedules from -1."""
+def _position(scheduler: Any) -> int:
+    """Steps a schedule has taken: torch counts from 0, DeepSpeed's own schedules from -1. ChainedScheduler keeps no
+    count; its first part does."""
     if hasattr(scheduler, "last_epoch"):
         return int(scheduler.last_epoch)
     if hasattr(scheduler, "last_batch_iteration"):
         return int(scheduler.last_batch_iteration) + 1
-    return None
+    if getattr(scheduler, "_schedulers", None):
+        return _position(scheduler._schedulers[0])
+    raise ConfigError(f"{type(scheduler).__name__} does not say how many steps it has taken (no last_epoch)")
