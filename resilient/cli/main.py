@@ -8,7 +8,7 @@ from importlib import import_module
 
 import resilient
 from resilient.cli.errors import did_you_mean, fail
-from resilient.errors import ConfigError, ResilientError
+from resilient.errors import ConfigError, ExitCode, ResilientError
 
 COMMANDS = {
     "train": "train the reference job under the guard; -m runs a sweep",
@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": "break a small run in several ways, with and without the guard",
 }
 
+_ARGPARSE_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(import_module(f"resilient.cli.{command}").main(words[1:]) or 0)
     except ResilientError as error:
         return fail(error)
+    except SystemExit as end:  # argparse has printed its message; its own code 2 means nothing to a supervisor
+        if end.code == _ARGPARSE_ERROR:
+            return int(ExitCode.BAD_CONFIG)
+        raise
     except KeyboardInterrupt:
         return _INTERRUPTED
 

@@ -3,8 +3,8 @@
 Hydra composes the jobs and its launcher decides where and when they run; the task function starts `resilient train
 --config-json FILE` in a new session, waits, and takes down whatever the job left behind (BR-61). The sweep's folder:
 
-    <run.root>/sweep-<UTC time>/<num>-<overrides>/    one run directory per job, as of any run
-    <run.root>/sweep-<UTC time>/jobs/<num>/           config.json, output.log, result.json
+    <run.root>/sweep-<id>/<num>-<what is swept>/    one run directory per job, as of any run
+    <run.root>/sweep-<id>/jobs/<num>/               config.json, output.log, result.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from threading import Thread
 from typing import Any, TextIO
@@ -43,6 +42,7 @@ from resilient.cli.compose import (
     search_path,
 )
 from resilient.cli.errors import all_in_one
+from resilient.cli.train import fresh_run_id
 from resilient.errors import ConfigError, ExitCode
 
 _TAG = "RESILIENT_SWEEP_JOB"
@@ -50,11 +50,12 @@ _TAG = "RESILIENT_SWEEP_JOB"
 
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _LONGEST_NAME = 100
+_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job of a sweep. status: summary.json's, or `failed`. eval_loss: None without a summary."""
+    """One job of a sweep. status: summary.json's, or `failed (exit code)`. eval_loss: None for a failed job."""
 
     number: int
     name: str
@@ -73,7 +74,7 @@ def sweep(arguments: Arguments, runtime: Runtime) -> int:
             "sweep outside the launcher; each job starts its own ranks (run.nproc=N, launch=local|deepspeed|torchrun)"
         )
     root = _check_choices(arguments)
-    folder = Path(root).absolute() / f"sweep-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    folder = Path(root).absolute() / f"sweep-{fresh_run_id()}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a terminated sweep ends its jobs
     folders = search_path(arguments)
     fixed = [override.key_or_group for override in map(parse, arguments.overrides) if not override.is_sweep_override()]
@@ -93,7 +94,8 @@ def sweep(arguments: Arguments, runtime: Runtime) -> int:
             raise ConfigError("Hydra refused the sweep, see above") from None
     finally:
         results = read_results(folder)
-        print(summary(results, folder), flush=True)
+        if results:
+            print(summary(results, folder), flush=True)
     return int(ExitCode.DONE if results and all(r.exit_code == 0 for r in results) else ExitCode.NEEDS_PERSON)
 
 
@@ -134,6 +136,7 @@ def run_job(config: DictConfig) -> float:
     run_id = f"{number}-{name}" if name else str(number)
     directory, log = Path(about.sweep.dir) / run_id, folder / "output.log"
     print(f"[{number}] {name or 'defaults'}", flush=True)
+    code = _INTERRUPTED
     try:
         resolved = rename_deprecated(plain(config), lambda text: None)
         resolved["run"].update(root=str(about.sweep.dir), id=run_id)
@@ -143,12 +146,13 @@ def run_job(config: DictConfig) -> float:
     except ConfigError as error:
         print(f"[{number}] {error}", file=sys.stderr, flush=True)
         code = int(error.exit_code)
-    done = _read(directory / "summary.json")
-    status = str(done.get("status", "failed")) if code == 0 else f"failed ({code})"
-    loss = done.get("eval_loss")
-    result = JobResult(number, name, str(directory), str(log), code, status, float(loss) if loss is not None else None)
-    (folder / "result.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
-    return result.eval_loss if result.eval_loss is not None else math.nan
+    finally:
+        done = _read(directory / "summary.json")
+        status = str(done.get("status", "failed")) if code == 0 else f"failed ({code})"
+        loss = done.get("eval_loss") if code == 0 else None
+        result = JobResult(number, name, str(directory), str(log), code, status, loss)
+        (folder / "result.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return math.nan if loss is None else float(loss)
 
 
 def job_name(override_dirname: str) -> str:

@@ -5,7 +5,7 @@ A captured state is one rank's own: plain tensors (local shards for DTensors) an
     {"params": {name: tensor}, "buffers": {name: tensor},
      "optimizer": {"class": str, "groups": [{"params": [name], "options": {...}}],
                    "state": {name: {"values": {key: value}, "shapes": {key: [global shape of a sharded tensor]}}}},
-     "schedule": scheduler.state_dict() | None,
+     "schedule": {"class": str, "state": scheduler.state_dict()} | None,
      "counters": {"steps": int, "skipped": int, "schedule_start": int | None}}
 """
 
@@ -143,7 +143,8 @@ class TorchOptimEngine:
                 ],
                 "state": self._capture_optimizer_state(),
             },
-            "schedule": None if self.scheduler is None else _frozen(self.scheduler.state_dict()),
+            "schedule": self.scheduler
+            and {"class": type(self.scheduler).__name__, "state": _frozen(self.scheduler.state_dict())},
             "counters": {
                 "steps": self._steps,
                 "skipped": self._skipped,
@@ -178,7 +179,7 @@ class TorchOptimEngine:
                 group[key] = _put(group.get(key), value)
         self._restore_optimizer_state(state["optimizer"]["state"])
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(_frozen(state["schedule"]))
+            self.scheduler.load_state_dict(_frozen(state["schedule"]["state"]))
         counters = state["counters"]
         self._steps, self._skipped = counters["steps"], counters["skipped"]
         self._schedule_start = counters["schedule_start"]
@@ -234,14 +235,16 @@ class TorchOptimEngine:
         groups = [group["params"] for group in optimizer["groups"]]
         if len(groups) != len(self._group_names):
             found.append(f"parameter groups: {len(groups)} in the state, {len(self._group_names)} here")
-        for i, (theirs, ours) in enumerate(zip(groups, self._group_names, strict=False)):
-            if list(theirs) != list(ours):
-                only = sorted(set(theirs) ^ set(ours))
+        for i, (saved, live) in enumerate(zip(groups, self._group_names, strict=False)):
+            if list(saved) != list(live):
+                only = sorted(set(saved) ^ set(live))
                 found.append(
                     f"parameter group {i}: " + (f"differs in {', '.join(only[:4])}" if only else "other order")
                 )
-        if (state["schedule"] is None) != (self.scheduler is None):
-            found.append(f"LR schedule: {'none' if state['schedule'] is None else 'one'} in the state, but not here")
+        theirs = state["schedule"]["class"] if state["schedule"] else "none"
+        ours = type(self.scheduler).__name__ if self.scheduler is not None else "none"
+        if theirs != ours:
+            found.append(f"LR schedule: {theirs} in the state, {ours} here")
         return found
 
     # --- what a subclass fills in or extends ----------------------------------------------------------------
@@ -291,7 +294,13 @@ def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler | None) -> Non
             "ReduceLROnPlateau steps on a metric, not on optimizer steps: "
             "leave it out of the guard and step it after your own evaluation"
         )
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, ChainedScheduler) and not hasattr(scheduler, "last_epoch"):
+        raise ConfigError(
+            f"{type(scheduler).__name__} does not count its steps (no `last_epoch`): give the torch LR scheduler itself"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("the LR scheduler drives another optimizer than the one given")
 
 

@@ -95,7 +95,7 @@ class KillRank(Fault):
 
     kind: ClassVar[str] = "kill_rank"
     step: int
-    rank: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True)

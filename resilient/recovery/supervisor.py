@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -243,7 +244,8 @@ def _judge(status: int, verdict: Verdict | None) -> Ended:
         return Ended(status, describe(status))
     hosts = verdict.details.get("hosts")
     named = f", without hosts {hosts}" if hosts else ""
-    return Ended(verdict.code, f"verdict {verdict.code}: {verdict.reason}{named} (the command: {describe(status)})")
+    reason = textwrap.shorten(verdict.reason, 300, placeholder=" ...")  # one line; the whole of it is in verdict.json
+    return Ended(verdict.code, f"verdict {verdict.code}: {reason}{named} (the command: {describe(status)})")
 
 
 def supervise(command: Sequence[str], config: SuperviseConfig, run_id: str | None = None) -> int:
@@ -266,7 +268,8 @@ def supervise(command: Sequence[str], config: SuperviseConfig, run_id: str | Non
 
 
 def fresh_run_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """UTC time and four random hex digits: sorts by start, and two starts in one second differ."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def _newest(listing: Listing, verb: str) -> str:

@@ -90,12 +90,13 @@ def run_figure(run: RunData, twin: RunData | None = None) -> Figure:
     """The report's figure. Panels: loss, gradient norm, local gradient norm per rank (if recorded), LR."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     spread = _has_spread(run)
     heights = [3.3, 2.3, *([1.7] if spread else []), 1.0]
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(11.5, sum(heights) + 1.35), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.05, hspace=0.02)  # type: ignore[union-attr]
+        layout = ConstrainedLayoutEngine(h_pad=0.05, hspace=0.02)
+        figure = Figure(figsize=(11.5, sum(heights) + 1.35), layout=layout)
         axes = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
         pieces = stretches(run)
         for ax, key, label in ((axes[0], "loss", "loss"), (axes[1], "grad_norm", "gradient norm\nbefore clipping")):
@@ -195,7 +196,7 @@ def _refused(ax: Axes, run: RunData, key: str) -> None:
     ax.relim()
     ax.autoscale_view()
     low, high = ax.get_ylim()
-    ceiling = high * (high / max(low, 1e-12)) if ax.get_yscale() == "log" else high + 1.2 * (high - low)
+    ceiling = high * (high / max(low, 1e-12)) if ax.get_yscale() == "log" else high + 2.5 * (high - low)
     inside = [(s, v) for s, v in points if math.isfinite(v) and v <= ceiling]
     beyond = [s for s, v in points if not (math.isfinite(v) and v <= ceiling)]
     if inside:
@@ -299,6 +300,7 @@ def _marks(ax: Axes, run: RunData, *, labels: bool) -> None:
     """Alarms, onsets, rollbacks, skipped data and restarts. On the top panel with numbers, as in the incident table."""
     top = ax.get_xaxis_transform()
     numbers: dict[int, list[int]] = {}
+    rollbacks = 0  # their arrows lie one below the other
     for number, incident in enumerate(run.incidents, start=1):
         step, onset, target = incident["step"], incident.get("onset_step"), incident.get("target_step")
         numbers.setdefault(step, []).append(number)
@@ -308,10 +310,12 @@ def _marks(ax: Axes, run: RunData, *, labels: bool) -> None:
         if incident.get("action") == "rollback" and target is not None:
             ax.axvspan(target, step, color=ROLLBACK, alpha=0.09, linewidth=0, zorder=0)
             if labels:
+                height = 0.91 - 0.075 * (rollbacks % 8)
+                rollbacks += 1
                 ax.annotate(
                     "",
-                    (target, 0.90),
-                    (step, 0.90),
+                    (target, height),
+                    (step, height),
                     xycoords=top,
                     textcoords=top,
                     arrowprops={"arrowstyle": "-|>", "color": ROLLBACK, "linewidth": 2.0, "shrinkA": 0, "shrinkB": 0},
@@ -319,7 +323,7 @@ def _marks(ax: Axes, run: RunData, *, labels: bool) -> None:
                 )
                 ax.annotate(
                     f"back to {target}",
-                    (target, 0.90),
+                    (target, height),
                     xycoords=top,
                     textcoords="offset points",
                     xytext=(-5, 0),
@@ -327,6 +331,8 @@ def _marks(ax: Axes, run: RunData, *, labels: bool) -> None:
                     va="center",
                     fontsize=8.5,
                     color=ONSET,
+                    bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+                    zorder=9,
                 )
         window = skipped_steps(run, incident)
         if window is not None and labels:

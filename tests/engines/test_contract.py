@@ -117,7 +117,7 @@ class RestoreKeepsLateMoments(DDPEngine):
 class RestoreForgetsSchedule(DDPEngine):
     def restore(self, state: EngineState) -> None:
         assert self.scheduler is not None
-        super().restore({**state, "schedule": self.scheduler.state_dict()})
+        super().restore({**state, "schedule": {**state["schedule"], "state": self.scheduler.state_dict()}})
 
 
 class RestoreKeepsGradients(DDPEngine):

@@ -61,7 +61,10 @@ def test_no_mapping_is_no_fault():
         ({"kind": "nan", "step": 0}, r"fault\.step=0: must be at least 1"),
         ({"kind": "nan", "step": 1, "place": "backwards"}, r"fault\.place=backwards: unknown; did you mean backward\?"),
         ({"kind": "rank_grad_spike", "step": 1, "factor": "x"}, r"fault\.factor='x': must be a number"),
-        ({"kind": "sequence", "faults": [{"kind": "nan", "step": 1}, {"kind": "nan"}]}, r"fault\.faults\[1\]\.step: missing"),
+        (
+            {"kind": "sequence", "faults": [{"kind": "nan", "step": 1}, {"kind": "nan"}]},
+            r"fault\.faults\[1\]\.step: missing",
+        ),
         ({"kind": "sequence", "faults": [{"kind": "nan", "step": 0}]}, r"fault\.faults\[0\]\.step=0"),
         ({"kind": "sequence", "faults": [{"kind": "sequence"}]}, r"fault\.faults\[0\]\.kind=sequence"),
         ({"kind": "sequence", "faults": {"kind": "nan"}}, r"fault\.faults=.*must be a list"),

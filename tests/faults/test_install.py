@@ -75,7 +75,7 @@ def build(config: EngineConfig, data: DataConfig = DATA, model: ModelConfig = MO
 
 def attempts(rank: int, world: int, engine_name: str) -> list[dict[str, float]]:
     """Attempts at the steps STEPS, all on the same two micro-batches, none applied: what was seen in each."""
-    now = 0
+    now = [0]
     stream = TokenStream(DATA, seed=0, rank=rank, world=world)
     batches = [batch for _, batch in zip(range(2), stream, strict=False)]
     engine, _, objective = install(
@@ -83,12 +83,12 @@ def attempts(rank: int, world: int, engine_name: str) -> list[dict[str, float]]:
         engine=build(ENGINES[engine_name]),
         stream=stream,
         objective=next_byte_loss,
-        step=lambda: now,
+        step=lambda: now[0],
         rank=rank,
         world=world,
     )
     seen = []
-    for now in STEPS:
+    for now[0] in STEPS:
         losses, outputs = [], []
         for index, batch in enumerate(batches):
             engine.begin_micro_step(index, 2)
@@ -154,14 +154,20 @@ def one_rank_group():
 def test_lr_overshoot_scales_the_update_and_not_the_schedule():
     def update(fault: FaultConfig) -> tuple[list[float], list[float]]:
         """Size of each of four updates to the output layer, under the same gradient, and the LR announced before it."""
-        now = 0
+        now = [0]
         stream = TokenStream(DATA, seed=0, rank=0, world=1)
         batch = next(iter(stream))
         engine, _, objective = install(
-            fault, engine=build(ENGINES["ddp"]), stream=stream, objective=next_byte_loss, step=lambda: now, rank=0, world=1
+            fault,
+            engine=build(ENGINES["ddp"]),
+            stream=stream,
+            objective=next_byte_loss,
+            step=lambda: now[0],
+            rank=0,
+            world=1,
         )
         start, state = engine.capture(), []
-        for now in (1, 2, 3, 2):
+        for now[0] in (1, 2, 3, 2):
             engine.restore(start)
             engine.begin_micro_step(0, 1)
             engine.backward(objective(engine, batch).loss_sum / 32)
@@ -189,7 +195,13 @@ def test_kill_rank_kills_itself_in_the_first_generation_only(generation, code, m
     def child() -> None:
         nonlocal now
         engine, _, _ = install(
-            KillRank(step=3, rank=0), engine=inner, stream=None, objective=next_byte_loss, step=lambda: now, rank=0, world=1
+            KillRank(step=3, rank=0),
+            engine=inner,
+            stream=None,
+            objective=next_byte_loss,
+            step=lambda: now,
+            rank=0,
+            world=1,
         )
         for now in (1, 2, 3):
             engine.begin_micro_step(0, 2)
@@ -239,7 +251,9 @@ def test_poison_leaves_ignored_labels_and_other_ranks_alone():
     def poisoned(rank: int) -> Any:
         stream = TokenStream(DATA, seed=0, rank=rank, world=2)
         fault = PoisonedWindow(step=1, window=1, rank=1)
-        return install(fault, engine=None, stream=stream, objective=next_byte_loss, step=lambda: 1, rank=rank, world=2)[1]
+        return install(fault, engine=None, stream=stream, objective=next_byte_loss, step=lambda: 1, rank=rank, world=2)[
+            1
+        ]
 
     assert isinstance(poisoned(0), TokenStream)
     batch = {"labels": torch.tensor([[5, -100, 7]]), "position": 0}

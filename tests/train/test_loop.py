@@ -81,7 +81,9 @@ def reference_weights(weighting: str) -> torch.Tensor:
     for window in range(STEPS):
         parts = [batches[2 * window + micro] for batches in ranks for micro in range(2)]
         sums = [
-            F.cross_entropy(model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+            F.cross_entropy(
+                model(b["input_ids"]).flatten(0, 1), b["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
             for b in parts
         ]
         counts = [int((b["labels"] != IGNORED).sum()) for b in parts]

@@ -118,7 +118,10 @@ def test_residual_init_keeps_depth_from_growing_the_output():
     assert spread(12) < 1.5 * spread(2)
 
 
-@pytest.mark.parametrize(("changes", "key"), [({"heads": 3}, "model.heads"), ({"dropout": 1.0}, "model.dropout"), ({"layers": 0}, "model.layers")])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"heads": 3}, "model.heads"), ({"dropout": 1.0}, "model.dropout"), ({"layers": 0}, "model.layers")],
+)
 def test_bad_values_name_the_key(changes, key):
     with pytest.raises(ConfigError, match=key):
         ModelConfig(**changes)

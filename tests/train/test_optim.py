@@ -67,7 +67,10 @@ def test_schedule_state_survives_a_strict_load():
             sch.step()
 
 
-@pytest.mark.parametrize(("changes", "key"), [({"lr": 0.0}, "optim.lr"), ({"clip": -1.0}, "optim.clip"), ({"betas": (0.9, 1.0)}, "optim.betas")])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"lr": 0.0}, "optim.lr"), ({"clip": -1.0}, "optim.clip"), ({"betas": (0.9, 1.0)}, "optim.betas")],
+)
 def test_bad_values_name_the_key(changes, key):
     with pytest.raises(ConfigError, match=key):
         OptimConfig(**changes)

@@ -96,7 +96,7 @@ class Stage:
     # --- the gate ---
 
     def drop_gradients(self) -> None:
-        """Forget every gradient and every trace of an unfinished backward. Local, no communication."""
+        """Forget every gradient and every trace of an unfinished window. Local, no communication."""
         self.engine.zero_grad()
 
     def after_step(self) -> None:
@@ -157,9 +157,6 @@ class Stage:
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The live tensor that holds this rank's part of a module parameter."""
         return parameter.data
-
-    def before_restore(self) -> None:
-        """Bring the parameters into the layout that `parameter` describes."""
 
     def moments_replaced(self) -> None:
         """Optimizer state tensors were created or dropped: links to the old ones must not survive."""
@@ -366,8 +363,9 @@ class ShardedStage(ZeroStage):
     def drop_gradients(self) -> None:
         optimizer = self.optimizer
         self._forget_backward()
+        optimizer.parameter_offload.release_backward_leftovers()
         optimizer._pre_step()  # micro-step ids, stale buckets, the coordinator's position
-        optimizer._partition_all_parameters()
+        optimizer._partition_all_parameters()  # persistent ones too: the next forward gathers all of them anew
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients = {}
         for key in optimizer.params_already_reduced:
@@ -394,9 +392,6 @@ class ShardedStage(ZeroStage):
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.ds_tensor.data  # type: ignore[attr-defined]
-
-    def before_restore(self) -> None:
-        self.optimizer._partition_all_parameters()  # also persistent ones: the next forward gathers them anew
 
 
 def stage_of(engine: Engine) -> Stage:
@@ -426,15 +421,21 @@ def stage_of(engine: Engine) -> Stage:
 
 def refuse_unsupported(engine: Engine) -> None:
     """ConfigError naming each feature whose gradients or state this package would not see in full."""
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
     zero = engine._config.zero_config
-    offloads = [o for o in (zero.offload_optimizer, zero.offload_param) if o is not None and str(o.device) != "none"]
+    offloads = [o for o in (zero.offload_optimizer, zero.offload_param) if o is not None]
     reasons = {
         "no optimizer": engine.optimizer is None,
-        "offload_optimizer or offload_param": bool(offloads),
+        "offload_optimizer or offload_param": any(o.device != OffloadDeviceEnum.none for o in offloads),
         "zenflow": bool(engine.zenflow),
         "MoE layers": bool(engine.has_moe_layers),
         "pipeline parallelism": bool(engine.pipeline_parallelism),
+        "model or sequence parallelism": engine.mp_world_size > 1 or engine.sequence_parallel_size > 1,
+        "an optimizer that communicates by itself": not engine.enable_backward_allreduce,
+        "sparse_gradients": engine.sparse_gradients_enabled(),
         "torch_autocast": engine.torch_autocast_enabled(),
+        "DeepCompile": engine.is_deepcompile_enabled(),
         "managed_gradient_accumulation: false": not engine.managed_gradient_accumulation(),
         "zero_hpz_partition_size": engine.zero_hpz_partition_size() > 1,
         "zero_quantized_weights or zero_quantized_gradients": bool(

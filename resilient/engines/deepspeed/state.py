@@ -49,7 +49,6 @@ def restore_state(engine: Engine, stage: Stage, schedulers: list[Any], state: En
     if len(state["schedulers"]) != len(schedulers):
         raise CheckpointError(f"the state has {len(state['schedulers'])} LR schedules, this engine {len(schedulers)}")
     stage.drop_gradients()
-    stage.before_restore()
     for name, parameter in engine.module.named_parameters():
         stage.parameter(parameter).copy_(state["parameters"][name])
     for name, buffer in engine.module.named_buffers():

@@ -44,6 +44,7 @@ class DeepSpeedEngine:
         self._schedule_offset = self._schedule_position(0) - (engine.global_steps - self._refused)
         self._buffers = BufferHold(self.module)
         self._index, self._count = 0, 1
+        self._complete = False  # the last backward of a window is done, and nothing was decided about it yet
         self._listening = False
         self._reset_taps()
         self._stage.connect(self._observe)
@@ -74,7 +75,8 @@ class DeepSpeedEngine:
             self.engine.backward(self._stage.scale_loss(loss / self._count), scale_wrt_gas=False)
         finally:
             self._listening = False
-        if self._index < self._count - 1:
+        self._complete = self._index == self._count - 1
+        if not self._complete:
             self.engine.step()  # not a boundary: DeepSpeed only counts the micro-step
 
     def taps(self) -> Taps:
@@ -96,13 +98,14 @@ class DeepSpeedEngine:
 
     # --- the gate ---
 
-    def apply(self, grad_norm: float, knobs: Knobs) -> None:
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         """`engine.step()` at clip x clip_factor. DeepSpeed clips with its own norm, which equals `grad_norm` to rounding.
 
         DeepSpeed may still refuse the step (an overflow that only it sees): then `counters().skipped` goes up and
         `counters().steps` does not; gradients are dropped all the same."""
-        if self._index != self._count - 1:
-            raise RuntimeError(f"apply() after micro-step {self._index} of {self._count}: the window is not complete")
+        if not self._complete:
+            raise RuntimeError("apply() without a complete window: no backward of a last micro-step since the last decision")
+        self._complete = False
         with self._stage.knobs(knobs):
             self.engine.step()
         self._align_micro_steps()
@@ -119,6 +122,7 @@ class DeepSpeedEngine:
         """Drop the window without `engine.step()`. Buffers that the forward passes moved go back as well.
 
         `overflow` reaches a dynamic loss scaler exactly as in DeepSpeed's own step, which may raise at the smallest scale."""
+        self._complete = False
         self._stage.drop_gradients()
         self._buffers.put_back()
         self.engine.micro_steps += 1
@@ -167,7 +171,7 @@ class DeepSpeedEngine:
         counters = restore_state(self.engine, self._stage, self._schedulers, state)
         self._refused, self._schedule_offset = counters["refused"], counters["schedule_offset"]
         self._buffers.drop()
-        self._index, self._count = 0, 1
+        self._index, self._count, self._complete = 0, 1, False
         self._reset_taps()
 
     def close(self) -> None:

@@ -1,0 +1,55 @@
+"""T6, T12, BR-44: a NaN on one rank is refused on all ranks before the optimizer, with rank and place named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.scenarios.harness import Job, Outcome, run_job
+
+PLACES = ("forward", "loss", "backward")
+
+
+def at_each_place(rank: int, world: int, engine: str, precision: str) -> dict[str, Outcome]:
+    job = Job(engine=engine, precision=precision, steps=9)
+    return {
+        place: run_job(job.with_(fault={"kind": "nan", "step": 5, "rank": 1, "place": place}), rank, world)
+        for place in PLACES
+    }
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [("ddp", "fp32"), ("fsdp2", "fp32"), ("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16")],
+)
+def test_refused_on_all_ranks_and_named(engine: str, precision: str):
+    results = run_ranks(at_each_place, 2, engine, precision, timeout=230)
+    for rank, outcomes in enumerate(results):
+        for place, outcome in outcomes.items():
+            where = f"{engine}/{precision} {place} on rank {rank}"
+            (incident,) = outcome.incidents
+            assert (incident.step, incident.ranks, incident.place, incident.action) == (5, (1,), place, "skip"), where
+            assert outcome.finite, f"{where}: something became NaN"
+            refused = [r.attempt for r in outcome.reports if not r.applied]
+            assert refused == [5], f"{where}: refused attempts {refused}, a later one is a false skip"
+            assert outcome.applied == 9 and outcome.counters["attempts"] == 10
+            assert outcome.engine_skipped == 1, where
+            nonfinite = outcome.counters["nonfinite_loss"], outcome.counters["nonfinite_grad"]
+            assert nonfinite == ((0, 1) if place == "backward" else (1, 0)), where
+    assert [o.counters for o in results[0].values()] == [o.counters for o in results[1].values()]
+    assert [o.losses() for o in results[0].values()] == [o.losses() for o in results[1].values()]
+
+
+def overflow(rank: int, world: int) -> Outcome:
+    # 2**24 overflows fp16 gradients at once; the real scaler has to come down by itself
+    return run_job(Job(engine="zero1", precision="fp16", steps=5, scale_power=24), rank, world)
+
+
+@pytest.mark.timeout(180)
+def test_an_fp16_overflow_is_the_scalers_business_and_no_incident():
+    for outcome in run_ranks(overflow, 2, timeout=170):
+        refused = [r for r in outcome.reports if not r.applied]
+        assert refused and all(r.action == "skip" for r in refused)
+        assert outcome.loss_scale < 2**24 and outcome.incidents == []
+        assert outcome.applied == 5 and outcome.finite and outcome.engine_skipped == len(refused)
