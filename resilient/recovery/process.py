@@ -56,10 +56,10 @@ def exit_status(returncode: int) -> int:
 
 
 def describe(status: int) -> str:
-    """`exit 1`, or `exit 137 (SIGKILL)`."""
-    if status > 128:
-        with suppress(ValueError):
-            return f"exit {status} ({signal.Signals(status - 128).name})"
+    """`exit 1`, or `exit 137 (SIGKILL)`; 247 is the same signal as sys.exit(-9) reports it (the deepspeed launcher)."""
+    for number in (status - 128, 256 - status):
+        if status > 128 and number in {int(s) for s in signal.Signals}:
+            return f"exit {status} ({signal.Signals(number).name})"
     return f"exit {status}"
 
 

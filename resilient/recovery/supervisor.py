@@ -119,8 +119,8 @@ class Supervisor:
             _say(f"cannot start {self.command[0]!r}: {error.strerror}")
             return ExitCode.BAD_CONFIG
         verdict = self._read_verdict()
-        self._clear_up()
-        ended = _judge(status, verdict or self._late_verdict())
+        left_running = self._clear_up()
+        ended = _judge(status, verdict or self._late_verdict(), cut_off=self.run_dir is not None and left_running > 0)
         listing = list_checkpoints(self.run_dir / "checkpoints") if self.run_dir else Listing((), ())
         progress = self.budget.progressed(listing)
         after = f"run {self.run_id} generation {generation} ended after {time.monotonic() - began:.1f} s: {ended.text}"
@@ -186,14 +186,16 @@ class Supervisor:
         except queue.Empty:
             return None
 
-    def _clear_up(self) -> None:
-        """End what the command left behind: ranks of a launcher that was killed, data workers of a rank that was."""
+    def _clear_up(self) -> int:
+        """End what the command left behind: ranks of a launcher that was killed, data workers of a rank that was.
+        Returns how many processes there were."""
         grace = self.config.orphan_grace_s if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
         found, left = sweep(grace)
         if found:
             _say(f"ended {found - left} processes that the command had left running")
         if left:
             _say(f"{left} processes cannot be ended (stuck in the kernel)")
+        return found
 
     def _read_verdict(self) -> Verdict | None:
         """The verdict of exactly this start: by the generation that it announced, and under this supervisor."""
@@ -238,8 +240,13 @@ class Supervisor:
         return ExitCode.PREEMPTED
 
 
-def _judge(status: int, verdict: Verdict | None) -> Ended:
-    """The verdict counts where there is one: launchers turn every failure of a rank into exit 1."""
+def _judge(status: int, verdict: Verdict | None, *, cut_off: bool) -> Ended:
+    """The verdict counts where there is one: launchers turn every failure of a rank into exit 1.
+
+    cut_off: a run that writes verdicts left ranks running and no verdict. Then exit 0 is no success: the deepspeed
+    launcher returns it when its inner process is killed."""
+    if verdict is None and status == ExitCode.DONE and cut_off:
+        return Ended(ExitCode.RESTART, "exit 0 without a verdict while ranks were running, taken for a crash")
     if verdict is None:
         return Ended(status, describe(status))
     hosts = verdict.details.get("hosts")

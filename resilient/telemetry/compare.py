@@ -20,7 +20,21 @@ from resilient.telemetry.run_data import MARKS, find_runs, load_run, load_summar
 from resilient.telemetry.run_directory import ABSENT, START_KEYS, read_config
 
 FIGURES = ("steps", "eval_loss", "steps_lost", "skipped", "rollbacks")
+_VAGUE = {
+    "name",
+    "kind",
+    "mode",
+    "steps",
+    "step",
+    "every",
+    "keep",
+    "budget",
+    "floor",
+    "act",
+    "warn",
+}  # need their group
 _CURVES = 12  # more lines than this cannot be told apart
+_SETTINGS = 6  # columns for settings that fit beside the figures
 
 
 def collect(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -63,7 +77,7 @@ def read_row(folder: Path) -> dict[str, Any]:
 
 def compare_runs(paths: Sequence[str], baseline: str | None = None) -> dict[str, Any]:
     """The comparison as plain JSON: `runs` sorted by evaluation loss (those without one last), `baseline` (its run id or
-    null), `differing_keys`. Each run has `settings` (the differing keys only) and `gap` to the baseline.
+    null), `differing_keys`, and of those the `shown_keys` that say it all in a table. Each run has `settings` (the differing keys only) and `gap` to the baseline.
 
     Raises ConfigError when no run can be read at all, or the baseline cannot."""
     rows = collect(paths)
@@ -86,7 +100,12 @@ def compare_runs(paths: Sequence[str], baseline: str | None = None) -> dict[str,
         if reference is not None and math.isfinite(_loss(row)) and math.isfinite(_loss(reference)):
             row["gap"] = row["eval_loss"] - reference["eval_loss"]
         runs.append(row)
-    return {"baseline": reference["run"] if reference else None, "differing_keys": keys, "runs": runs}
+    return {
+        "baseline": reference["run"] if reference else None,
+        "differing_keys": keys,
+        "shown_keys": telling_keys(keys, [row["settings"] for row in runs if row["settings"]]),
+        "runs": runs,
+    }
 
 
 def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:
@@ -96,12 +115,29 @@ def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:
     return [key for key in keys if any(c.get(key, ABSENT) != known[0].get(key, ABSENT) for c in known[1:])]
 
 
+def telling_keys(keys: Sequence[str], settings: Sequence[dict[str, Any]]) -> list[str]:
+    """`keys` without those that follow from the name of their group: where `fault.name` differs, `fault.step` is told
+    only if two runs have the same fault at different steps."""
+    kept = []
+    for key in keys:
+        name = f"{key.partition('.')[0]}.name"
+        values: dict[str, set[str]] = {}
+        for row in settings:
+            values.setdefault(str(row.get(name)), set()).add(str(row.get(key)))
+        if name == key or name not in keys or any(len(found) > 1 for found in values.values()):
+            kept.append(key)
+    return kept
+
+
 def text_table(comparison: dict[str, Any]) -> Table:
-    """The comparison for a terminal."""
-    table = Table(title=None, header_style="bold", pad_edge=False)
+    """The comparison for a terminal. Of many settings it shows the first few and names the rest below."""
+    rest = comparison["shown_keys"][_SETTINGS:]
+    comparison = {**comparison, "shown_keys": comparison["shown_keys"][:_SETTINGS]}
+    caption = f"also different: {', '.join(rest)}" if rest else None
+    table = Table(caption=caption, caption_justify="left", header_style="bold", pad_edge=False)
     table.add_column("run", no_wrap=True)
-    for name in _names(comparison["differing_keys"]):
-        table.add_column(name)
+    for name in _names(comparison["shown_keys"]):
+        table.add_column(name, overflow="fold")
     for name in _columns(comparison):
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
     styles = {"done": "green", "running": "cyan", "preempted": "yellow"}
@@ -120,7 +156,7 @@ def html_page(comparison: dict[str, Any]) -> str:
     readable = [load_run(row["path"]) for row in runs if row["status"] != "missing"]
     baseline = next((run for run in readable if run.run_id == comparison["baseline"]), None)
     curves = [run for run in readable if run.steps or run.evaluations][:_CURVES]
-    head = ["run", *_names(comparison["differing_keys"]), *_columns(comparison)]
+    head = ["run", *_names(comparison["shown_keys"]), *_columns(comparison)]
     rows = []
     for row in runs:
         cells = [escape(str(cell)) for cell in _cells(row, comparison)]
@@ -137,10 +173,12 @@ def html_page(comparison: dict[str, Any]) -> str:
 
 
 def _names(keys: Sequence[str]) -> list[str]:
-    """The last part of a key where that is unambiguous."""
+    """The last part of a key where that says enough, its last two parts otherwise."""
     short = [key.rpartition(".")[2] for key in keys]
-    plain = [short.count(name) == 1 and name not in ("name", "kind", "mode") for name in short]
-    return [name if clear else key for name, key, clear in zip(short, keys, plain, strict=True)]
+    clear = [short.count(name) == 1 and name not in _VAGUE for name in short]
+    return [
+        name if alone else ".".join(key.split(".")[-2:]) for name, key, alone in zip(short, keys, clear, strict=True)
+    ]
 
 
 def _columns(comparison: dict[str, Any]) -> list[str]:
@@ -149,11 +187,11 @@ def _columns(comparison: dict[str, Any]) -> list[str]:
 
 
 def _status_at(comparison: dict[str, Any]) -> int:
-    return 1 + len(comparison["differing_keys"])
+    return 1 + len(comparison["shown_keys"])
 
 
 def _cells(row: dict[str, Any], comparison: dict[str, Any]) -> list[Any]:
-    settings = [_setting(row["settings"].get(key, "-")) for key in comparison["differing_keys"]]
+    settings = [_setting(row["settings"].get(key, "-")) for key in comparison["shown_keys"]]
     gaps = [gap(row["gap"], 0.0)] if comparison["baseline"] else []
     name = f"{row['run']} *" if row["run"] == comparison["baseline"] else row["run"]
     return [

@@ -19,8 +19,8 @@ h2{font-size:16px;margin:0 0 12px}
 .done{background:var(--green)}.stopped,.failed,.missing{background:var(--red)}.preempted{background:var(--amber)}.running{background:var(--blue)}
 section{background:#fff;border:1px solid var(--line);border-radius:12px;padding:18px 20px;margin-top:16px;box-shadow:0 1px 2px rgba(31,41,51,.05)}
 .tiles{display:flex;flex-wrap:wrap;gap:12px;padding:0;border:0;background:none;box-shadow:none}
-.tile{flex:1 1 118px;background:#fff;border:1px solid var(--line);border-radius:12px;padding:12px 14px}
-.tile b{display:block;font-size:22px;font-weight:650;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
+.tile{flex:1 1 auto;min-width:112px;background:#fff;border:1px solid var(--line);border-radius:12px;padding:12px 14px}
+.tile b{display:block;white-space:nowrap;font-size:20px;font-weight:650;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
 .tile span{color:var(--muted);font-size:13px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}

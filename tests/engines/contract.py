@@ -31,7 +31,7 @@ class Adapter(Protocol):
     """One engine under test. Instances are pickled into the ranks.
 
     name: for messages.
-    precisions: those the engine is checked in.
+    precisions: those the engine is checked in; the first one in every case, the others in the hardest one.
     bookkeeping: last path components of captured leaves that a skip may change (the skipped-step count and its kin).
     """
 
@@ -197,7 +197,8 @@ def check_true_skip(adapter: Adapter, rank: int, world: int) -> None:
     """A skip leaves no trace: what capture() returns is bit-identical to before the window, and training on equals
     training that never saw the batch, bit for bit; a NaN gradient on one rank or a finite one, accumulation 1 and 2."""
     for precision in adapter.precisions:
-        for accumulation, nan_on in ((1, None), (1, world - 1), (2, world - 1)):
+        cases = ((1, None), (1, world - 1), (2, world - 1))
+        for accumulation, nan_on in cases if precision == adapter.precisions[0] else cases[-1:]:
             setup = Setup(accumulation=accumulation, precision=precision, dropout=0.1)  # type: ignore[arg-type]
             case = f"{precision}, accumulation {accumulation}, NaN on {nan_on}"
             engine, twin = adapter.make(setup, rank, world), adapter.make(setup, rank, world)
@@ -230,7 +231,7 @@ def check_replay(adapter: Adapter, rank: int, world: int) -> None:
     """capture -> train -> restore -> train is bitwise the same, dropout on, once the RNG is restored too; without the
     RNG it is not (the control). The captured state is frozen."""
     for precision in adapter.precisions:
-        for accumulation in (1, 2):
+        for accumulation in (1, 2) if precision == adapter.precisions[0] else (2,):
             setup = Setup(accumulation=accumulation, precision=precision, dropout=0.2, groups=True)  # type: ignore[arg-type]
             case = f"{precision}, accumulation {accumulation}"
             engine = adapter.make(setup, rank, world)

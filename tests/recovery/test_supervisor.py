@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from resilient.checkpoint.manifest import Checkpoint, Listing, Manifest
+from resilient.recovery.process import describe
 from resilient.recovery.supervisor import Budget, outcome_of
 from tests.recovery.processes import Running, children, eventually, marked
 
@@ -283,6 +284,28 @@ if generation == 0:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("guarded", [True, False])
+def test_exit_0_of_a_launcher_that_lost_its_ranks_is_a_crash_of_a_guarded_run(tmp_path: Path, guarded: bool) -> None:
+    """The deepspeed runner returns 0 when its inner launcher is killed; the ranks go on as orphans. A script that has
+    said nothing of itself may have left a helper running on purpose: its 0 is a 0."""
+    job = launch(
+        tmp_path,
+        f"zero{guarded}",
+        RUN
+        + f"""
+if generation == 0:
+    run.mkdir()
+    {"announce(run, 'r', 0)" if guarded else "pass"}
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+sys.exit(0)
+""",
+    )
+    assert job.wait() == 0
+    assert len(starts(tmp_path)) == (2 if guarded else 1)
+    assert marked(f"zero{guarded}") == []
+
+
+@pytest.mark.timeout(60)
 def test_adopted_orphans_that_end_leave_no_zombies_while_the_job_runs(tmp_path: Path) -> None:
     job = launch(
         tmp_path,
@@ -327,6 +350,16 @@ def test_arguments_that_cannot_be_used_end_with_64(tmp_path: Path, arguments: li
     job = Running(tmp_path, "usage", "-m", "resilient.cli.launch", *arguments)
     assert job.wait() == 64
     assert said in job.text
+
+
+def test_exit_codes_are_named_as_shells_and_the_deepspeed_launcher_report_them() -> None:
+    assert [describe(s) for s in (0, 75, 137, 143, 247)] == [
+        "exit 0",
+        "exit 75",
+        "exit 137 (SIGKILL)",
+        "exit 143 (SIGTERM)",
+        "exit 247 (SIGKILL)",
+    ]
 
 
 def test_every_code_of_the_design_has_its_outcome() -> None:

@@ -125,6 +125,30 @@ def test_a_job_that_died_before_its_run_directory_is_shown(tmp_path: Path, capsy
     ]
 
 
+def test_settings_that_follow_from_a_name_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faults: list[dict[str, Any]] = [
+        {"name": "nan", "kind": "nan", "step": 5, "place": "forward"},
+        {"name": "nan", "kind": "nan", "step": 9, "place": "forward"},
+        {"name": "spike", "kind": "rank_grad_spike", "step": 5, "factor": 1000.0},
+    ]
+    for number, fault in enumerate(faults):
+        with RunDirectory.open(tmp_path, str(number), {**CONFIG, "fault": fault}) as run:
+            RunRecorder(run).close()
+    found = compare(capsys, str(tmp_path))
+    assert found["differing_keys"] == ["fault.name", "fault.kind", "fault.step", "fault.place", "fault.factor"]
+    assert found["shown_keys"] == ["fault.name", "fault.step"]
+
+
+def test_many_settings_are_named_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (0, 1):
+        optim = {f"knob_{i}": number for i in range(9)}
+        with RunDirectory.open(tmp_path, str(number), {**CONFIG, "optim": optim}) as run:
+            RunRecorder(run).close()
+    assert main([str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "also different: optim.knob_6, optim.knob_7, optim.knob_8" in text
+
+
 def test_a_damaged_run_is_shown_not_dropped(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = quiet_run(tmp_path, "damaged")
     (path / "summary.json").write_text("{")

@@ -67,7 +67,8 @@ def guarded_run(rank: int, world: int) -> dict[str, Any]:
         after = train(guard, evaluate, steps=STEPS)
         counters = guard.counters
         applied, attempts = guard.applied, counters.attempts
-    weights = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    # numpy: a tensor sent through a pipe needs its process to live until it is read
+    weights = torch.cat([p.detach().flatten() for p in engine.module.parameters()]).numpy()
     return {"weights": weights, "applied": applied, "attempts": attempts, "evals": (before, after), "quiet": quiet}
 
 
@@ -101,7 +102,7 @@ def reference_weights(weighting: str) -> torch.Tensor:
 
 def test_br40_ranks_with_few_or_no_tokens_and_evaluation_over_ranks():
     """No hang, equal counters, and the weights that training on all tokens alone gives; a mean of means does not."""
-    first, second = run_ranks(guarded_run, 2, timeout=110)
+    first, second = ({**r, "weights": torch.from_numpy(r["weights"])} for r in run_ranks(guarded_run, 2, timeout=110))
     assert torch.equal(first["weights"], second["weights"])
     assert [r["applied"] for r in (first, second)] == [STEPS, STEPS]
     assert [r["attempts"] for r in (first, second)] == [STEPS, STEPS]

@@ -40,7 +40,7 @@ def build(
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, lr_scheduler=scheduler, config=settings, dist_init_required=False
     )
-    if engine.zero_optimization_stage() == 0:  # its bucket size is no setting in DeepSpeed, only a default argument
+    if not hasattr(engine.optimizer, "reduce_bucket_size"):  # ZeRO 0, BF16_Optimizer: no setting, a default argument
         elements = settings["zero_optimization"]["reduce_bucket_size"]
         engine.allreduce_gradients = functools.partial(engine.allreduce_gradients, bucket_size=elements)
     return DeepSpeedEngine(engine)

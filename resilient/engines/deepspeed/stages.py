@@ -433,7 +433,7 @@ def refuse_unsupported(engine: Engine) -> None:
         "pipeline parallelism": bool(engine.pipeline_parallelism),
         "model or sequence parallelism": engine.mp_world_size > 1 or engine.sequence_parallel_size > 1,
         "an optimizer that communicates by itself": not engine.enable_backward_allreduce,
-        "sparse_gradients": engine.sparse_gradients_enabled(),
+        "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
         "torch_autocast": engine.torch_autocast_enabled(),
         "DeepCompile": engine.is_deepcompile_enabled(),
         "managed_gradient_accumulation: false": not engine.managed_gradient_accumulation(),
