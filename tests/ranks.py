@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +16,11 @@ import torch
 import torch.multiprocessing as mp
 
 _TIMEOUT = 120.0
+
+
+def _send(pipe: Connection, status: str, value: Any) -> None:
+    """By value: torch's own pickler would send tensors as file descriptors that die with the child."""
+    pipe.send_bytes(pickle.dumps((status, value)))
 
 
 class RankFailure(AssertionError):
@@ -33,9 +40,9 @@ def _child(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rend
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        pipe.send(("ok", fn(rank, world, *args)))
+        _send(pipe, "ok", fn(rank, world, *args))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        _send(pipe, "error", traceback.format_exc())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -69,8 +76,6 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
-    import time
-
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     errors: dict[int, str] = {}
@@ -85,7 +90,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                status, value = pipe.recv()  # type: ignore[union-attr]
+                status, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 status, value = "error", "the process died without a word"
             (results if status == "ok" else errors)[rank] = value

@@ -55,6 +55,7 @@ class FilesystemStore:
     keep: complete checkpoints to keep (at least one stays).
     fingerprint: JSON values that must be equal to load: engine, precision, model shape and the like.
     visible_s: how long a rank waits for a file that another rank has written.
+    may_write: called on rank 0 before a save; raises when this process must not write any more (a newer generation).
 
     `manifest` is that of the last checkpoint loaded or saved (`manifest.outer` is the outer state saved with it);
     `problem` says why the last save returned False.
@@ -72,6 +73,7 @@ class FilesystemStore:
         generation: int,
         fingerprint: Mapping[str, Any],
         visible_s: float = 30.0,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.rank, self.world = rank, world
@@ -79,6 +81,7 @@ class FilesystemStore:
         self.run_id, self.generation = run_id, generation
         self.fingerprint = _as_json(dict(fingerprint))
         self.visible_s = visible_s
+        self._may_write = may_write
         self.manifest: Manifest | None = None
         self.problem = ""
         self._vote = vote
@@ -138,6 +141,7 @@ class FilesystemStore:
             raise CheckpointError(f"the snapshot lacks the required part (or its digest) {', '.join(missing)}")
         if self.rank != 0:
             return
+        self._may_write()
         self.folder.mkdir(parents=True, exist_ok=True)
         if path.exists():  # left by an earlier start: an orphan, or complete but refused at load
             aside = next(p for p in (path.with_name(f"{path.name}.old{i}") for i in range(10**6)) if not p.exists())

@@ -90,12 +90,12 @@ def _train_to_the_end(
         traceback.print_exc()
         code, status, reason = ExitCode.RESTART, "failed", f"{type(error).__name__}: {error}"
     finally:
-        if code is not ExitCode.DONE and guard is not None:
-            guard.finish(status, save=False)
-        if runtime.rank == 0:
-            if code is not ExitCode.DONE:
+        if code is not ExitCode.DONE:
+            if runtime.rank == 0:
                 print(f"resilient: {status}: {reason}", file=sys.stderr, flush=True)
-            write_verdict(directory.path, code, reason, directory.generation)
+                write_verdict(directory.path, code, reason, directory.generation)
+            if guard is not None:
+                guard.finish(status, reason=reason, save=False)
         if guard is not None:
             guard.close()
     return int(code)

@@ -41,6 +41,9 @@ from resilient.errors import (
 from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
 
 
+_UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
+
+
 class Store(Protocol):
     """Where checkpoints go. All methods are collective."""
 
@@ -105,6 +108,7 @@ class Coordinator:
         self._checkpoint_due = False
         self._leaving = False
         self._exchange_works = True
+        self._last_loss: torch.Tensor | None = None
 
     # -- the loop's side ------------------------------------------------------------------------------------------
 
@@ -180,6 +184,7 @@ class Coordinator:
         mean; `tokens`: how many tokens it is over. Neither may cost a host sync."""
         if self._measure is not None and self.guarded:
             self._measure.loss(loss, report, tokens)
+        self._last_loss = (loss if report is None else report).detach()
         self.engine.backward(loss)
         self._backwards += 1
 
@@ -399,6 +404,9 @@ class Coordinator:
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
         self._remember_lr()
         self._hello()
+        if self._store is not None and self._checkpoint.every > 0:
+            # The newest commit is what a restart takes: from now on this state, not a later one from the bad stretch.
+            self._save(self._state.capture(snapshot.step, decision.attempt))
         return snapshot.step, excluded
 
     def _snapshot_if(self, due: bool) -> Snapshot | None:
@@ -533,6 +541,8 @@ class Coordinator:
         self.feed.peek()
         if self._exchange_works:
             self._save_if_due(applied, False, None)
+        if applied and self.applied % _UNGUARDED_REPORT_EVERY == 0 and self._listeners:
+            self._report_unguarded()
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -551,6 +561,17 @@ class Coordinator:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def _report_unguarded(self) -> None:
+        """A sign of life now and then: this rank's last micro-step's loss, and nothing that was not measured."""
+        loss = float(self._last_loss) if self._last_loss is not None else math.nan
+        lr, scale = self.engine.lr(), self.engine.loss_scale()
+        tokens = self._window.tokens * self.exchange.world_size if self._window is not None else 0.0
+        seconds = time.perf_counter() - self._clock
+        self._each_listener(
+            "step",
+            StepReport(self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"),
+        )
 
     def _report(self, judgement: Judgement, table: StepTable, applied: bool, lr: float) -> None:
         assert self.judge is not None

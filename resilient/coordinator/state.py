@@ -42,10 +42,16 @@ class StateKeeper:
         missing = [name for name in PARTS if name not in snapshot.parts]
         if missing:
             raise CheckpointError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}: it cannot be restored")
-        self._engine.restore(snapshot.parts["engine"])
-        if self._judge is not None and snapshot.parts["judge"]:
-            self._judge.load_state_dict(snapshot.parts["judge"])
-        self._feed.load_state_dict(snapshot.parts["data"])
+        try:
+            self._engine.restore(snapshot.parts["engine"])
+            if self._judge is not None and snapshot.parts["judge"]:
+                self._judge.load_state_dict(snapshot.parts["judge"])
+            self._feed.load_state_dict(snapshot.parts["data"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the state of step {snapshot.step} has another format ({type(error).__name__}: {error}): it was written by "
+                "another version of resilient or with other detectors"
+            ) from error
         if exclude is not None:
             self._feed.exclude(*exclude)
         self._feed.peek()  # as at capture: the next window is in hand, and whatever RNG its loading drew is drawn

@@ -33,13 +33,16 @@ def build_engine(
     micro_batch: int,
     device: torch.device,
 ) -> Engine:
-    """Wrap `module` (already on `device`, the same weights on every rank) as `config` says. Call on every rank.
+    """Wrap `module` (the same weights on every rank; moved to `device`) as `config` says. Call on every rank.
 
+    clip: largest global gradient norm; None or 0 for no clipping.
     make_optimizer: called with the wrapped or sharded module, whose parameters it must use.
     accumulation, micro_batch: micro-steps per optimizer step and samples per micro-step and rank (DeepSpeed asks).
     Raises ConfigError, naming the key, for a combination that cannot work.
     """
     check_engine_config(config)
+    clip = clip or None
+    module.to(device)
     if config.name == "deepspeed":
         from resilient.engines import deepspeed  # slow to import, and needed only here
 

@@ -71,7 +71,7 @@ class DDPEngine(TorchOptimEngine):
         grads = self._grads()
         reduced = sum_of_squares(grads.values(), self.device)
         if self._tap is None:
-            return Taps(reduced, reduced, len(grads))
+            return Taps(reduced.clone(), reduced, len(grads))
         local = torch.zeros_like(reduced)
         for square in self._tap.squares:
             local += square

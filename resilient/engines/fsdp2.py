@@ -87,7 +87,7 @@ class FSDP2Engine(TorchOptimEngine):
         grads = self._grads()
         share = self._reduced_share()
         if self._mesh.size() == 1:
-            return Taps(share, share, len(grads))
+            return Taps(share.clone(), share, len(grads))
         local_sq = sum_of_squares((g for g in grads.values() if not isinstance(g, DTensor)), self.device)
         squares = [square for tap in self._taps for square in tap.squares]
         for square in squares:

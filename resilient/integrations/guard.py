@@ -35,9 +35,9 @@ from resilient.coordinator.judge import Judge
 from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_detectors
 from resilient.engines.base import Engine
-from resilient.errors import ConfigError, ResilientError
+from resilient.errors import ConfigError, ExitCode, ResilientError
 from resilient.policies import Ladder, PolicyConfig
-from resilient.recovery.verdict import announce
+from resilient.recovery.verdict import announce, write_verdict
 from resilient.telemetry.listeners import Progress, RunRecorder
 from resilient.telemetry.run_directory import RunDirectory
 
@@ -109,6 +109,7 @@ class Guard:
                 run_id=self.run.run_id,
                 generation=self.run.generation,
                 fingerprint={"engine": engine.name, **(fingerprint or {})},
+                may_write=self.run.assert_current_generation,
             )
         self._recorder = RunRecorder(self.run) if self.run is not None and self.rank == 0 else None
         built: list[Listener] = [*listeners]
@@ -147,8 +148,6 @@ class Guard:
         snapshot = outer = None
         if self._store is not None:
             assert self.run is not None
-            if self.rank == 0:
-                announce(self.run.path, self.run.run_id, self.run.generation)
             snapshot = self._store.load(on_no_valid_checkpoint=self._on_no_valid_checkpoint)
             if snapshot is not None:
                 saved = self._store.manifest.outer if self._store.manifest is not None else None
@@ -173,8 +172,12 @@ class Guard:
         """In place of optimizer.step(), scheduler.step() and zero_grad(); once per micro-batch. True when a window ended.
 
         Raises on all ranks together: StopRequested (the policy stops), Preempted, MonitorBlind, ScheduleMismatch,
-        CounterMismatch, RankDisagreement."""
-        return self._coordinator.step()
+        CounterMismatch, RankDisagreement. Each leaves its verdict in the run directory for `resilient launch`."""
+        try:
+            return self._coordinator.step()
+        except ResilientError as error:
+            self.leave_verdict(error.exit_code, f"{type(error).__name__}: {error}")
+            raise
 
     def evaluation(self) -> AbstractContextManager[None]:
         """`with guard.evaluation():` around evaluation passes: the guard does not look at what happens inside."""
@@ -226,8 +229,10 @@ class Guard:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def finish(self, status: str, *, eval_loss: float | None = None, save: bool = True) -> dict[str, Any]:
-        """Write the last checkpoint and the summary. status: done | stopped | preempted | failed. Collective when `save`.
+    def finish(
+        self, status: str, *, eval_loss: float | None = None, reason: str = "", save: bool = True
+    ) -> dict[str, Any]:
+        """Write the last checkpoint, the summary and, for `done`, the verdict. status: done | stopped | preempted | failed. Collective when `save`.
 
         Returns the summary on rank 0, {} elsewhere or without a run directory."""
         if save:
@@ -236,8 +241,22 @@ class Guard:
         fields: dict[str, Any] = {"status": status, "counters": counters}
         if eval_loss is not None:
             fields["eval_loss"] = eval_loss
+        if reason:
+            fields["reason"] = reason
         self._coordinator.event("end", fields)
+        if status == "done":
+            self.leave_verdict(ExitCode.DONE, "done")
         return self._recorder.summary.as_dict() if self._recorder is not None else {}
+
+    def leave_verdict(self, code: ExitCode, reason: str) -> None:
+        """verdict.json, for the supervisor: launchers hide the ranks' exit codes. Does nothing on ranks other than 0,
+        without a run directory, or when a newer start owns the run."""
+        if self.run is not None and self.run.writable:
+            try:
+                self.run.assert_current_generation()
+                write_verdict(self.run.path, code, reason, self.run.generation)
+            except (OSError, ResilientError) as error:
+                print(f"resilient: WARNING: no verdict could be written: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Remove every hook; the wrapped objects work on unguarded. Idempotent."""
@@ -321,6 +340,7 @@ def open_run(
                 where.parent, where.name, dict(config), resume=resume, on_config_change=on_config_change
             )
             answer = {"path": str(run.path)}
+            announce(run.path, run.run_id, run.generation)  # before anything can fail: the supervisor reads its verdict there
             for key, was, now in run.differences:
                 print(f"resilient: {run.run_id} began with {key}={was!r}; {now!r} is ignored", file=sys.stderr)
         except ResilientError as error:

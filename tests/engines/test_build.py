@@ -22,13 +22,13 @@ from tests.ranks import run_ranks
 SETUP = Setup(accumulation=2, clip=1.0, groups=True)
 
 
-def build(config: EngineConfig) -> Engine:
+def build(config: EngineConfig, clip: float | None = SETUP.clip) -> Engine:
     return build_engine(
         config,
         build_model(SETUP),
         make_optimizer=partial(build_optimizer, setup=SETUP),
         make_scheduler=partial(build_scheduler, setup=SETUP),  # type: ignore[arg-type]
-        clip=SETUP.clip,
+        clip=clip,
         accumulation=SETUP.accumulation,
         micro_batch=4,
         device=torch.device("cpu"),
@@ -69,6 +69,10 @@ def test_without_other_processes() -> None:
     engine = build(EngineConfig("ddp"))
     assert isinstance(engine, DDPEngine)
     assert engine.model is engine.module
+    assert engine.clip == SETUP.clip
+    unclipped = build(EngineConfig("ddp"), clip=0.0)
+    assert isinstance(unclipped, DDPEngine)
+    assert unclipped.clip is None
     with pytest.raises(ConfigError, match=r"engine\.name=fsdp2 needs a process group"):
         build(EngineConfig("fsdp2"))
 

@@ -358,3 +358,12 @@ def test_evaluation_is_not_looked_at():
             model.head.weight.data.div_(1e6)
         guard.step()
     assert max(r.signals["logit_max"] for r in ear.reports) < 100 and not ear.incidents
+
+
+def test_a_copy_of_the_guarded_model_is_free_of_the_guard():
+    model, optimizer, scheduler = build(1)
+    guard, _ = guarded(model, optimizer, scheduler, batches(6, 0))
+    average = copy.deepcopy(model)  # an EMA copy, say
+    average(torch.zeros(1, 2, dtype=torch.long)).mul_(float("nan"))
+    assert float(guard._coordinator._measure._output.peak) == 0.0
+    guard.close()
