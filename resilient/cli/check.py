@@ -21,7 +21,7 @@ def check_job(resolved: Mapping[str, Any], runtime: Runtime) -> JobConfig:
     try:
         fault = faults.parse(resolved.get("fault"))
         if whole:
-            faults.check_world(fault, runtime.world if runtime.launched else job.run.nproc)
+            faults.check_world(fault, runtime.world if runtime.launched else job.run.processes())
     except ConfigError as error:
         problems.append(str(error))
     if whole:
@@ -51,7 +51,7 @@ def _run(job: JobConfig, problems: list[str]) -> None:
     run = job.run
     at_least_one = {
         "run.steps": run.steps,
-        "run.nproc": run.nproc,
+        "run.nproc": run.processes(),
         "run.eval_batches": run.eval_batches,
         "run.snapshot.keep": run.snapshot.keep,
         "run.checkpoint.keep": run.checkpoint.keep,

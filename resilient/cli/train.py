@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return sweep(arguments, runtime)
         resolved = _resolve(arguments, runtime)
         job = _check(resolved, runtime)
-        if not runtime.launched and (job.run.nproc > 1 or job.launch.name != "local"):
+        if not runtime.launched and (job.run.processes() > 1 or job.launch.name != "local"):
             return _start_ranks(words, job)
         runtime.export(os.environ)
 
@@ -88,7 +88,7 @@ def fresh_run_id() -> str:
 
 
 def _start_ranks(words: Sequence[str], job: JobConfig) -> int:
-    """Start `run.nproc` ranks of the same command line on this machine; returns when they are done, if at all."""
+    """Start the run's ranks with the same command line on this machine; returns when they are done, if at all."""
     # The environment, not an override, so that it reaches the ranks whatever the command line looks like.
     env = os.environ | {RUN_ID: str(job.run.id)}
     if job.run.threads > 0:
@@ -96,8 +96,8 @@ def _start_ranks(words: Sequence[str], job: JobConfig) -> int:
     if job.launch.name == "local":
         from resilient.recovery.local import spawn
 
-        return spawn([sys.executable, "-m", _MODULE, *words], job.run.nproc, env=env)
-    count = str(job.run.nproc)
+        return spawn([sys.executable, "-m", _MODULE, *words], job.run.processes(), env=env)
+    count = str(job.run.processes())
     if job.launch.name == "deepspeed":
         command = ["deepspeed", "--num_gpus", count, "--master_port", str(_free_port()), "--module", _MODULE]
     else:

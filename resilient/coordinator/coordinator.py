@@ -40,7 +40,6 @@ from resilient.errors import (
 )
 from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
 
-
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
 
 
@@ -133,7 +132,11 @@ class Coordinator:
             if not self.exchange.vote(not differences, resume.step):
                 raise CounterMismatch(
                     f"resuming from the checkpoint of step {resume.step} is not exact"
-                    + (f" on rank {self.exchange.rank}: {'; '.join(differences)}" if differences else " on another rank")
+                    + (
+                        f" on rank {self.exchange.rank}: {'; '.join(differences)}"
+                        if differences
+                        else " on another rank"
+                    )
                 )
             self.applied = resume.step
             self._last_checkpoint = resume.step
@@ -319,14 +322,18 @@ class Coordinator:
         record = StepRecord(decision.step, decision.attempt, kind=Kind.CONFIRM, digest=digest, loss=0.0, loss_max=0.0)
         table = self.exchange.table(record)
         if table.ranks_flagged(Flag.GUARD_FAILED) or not (table.column("digest") == digest).all():
-            raise GuardError(f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}")
+            raise GuardError(
+                f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}"
+            )
 
     def _act(self, judgement: Judgement, table: StepTable) -> None:
         decision, window = judgement.decision, self._window
         assert self.judge is not None and window is not None
         self.outer.attempts += 1
         self.outer.nonfinite_loss += int(table.column("nonfinite_loss").sum() + table.column("nonfinite_forward").sum())
-        self.outer.nonfinite_grad += int((table.column("nonfinite_backward") > 0).any() or "reduction" in table.nonfinite())
+        self.outer.nonfinite_grad += int(
+            (table.column("nonfinite_backward") > 0).any() or "reduction" in table.nonfinite()
+        )
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
         self.judge.settle(judgement)
@@ -392,7 +399,9 @@ class Coordinator:
             differences = self._state.restore(snapshot, excluded)
             if self.exchange.vote(not differences, snapshot.step, decision.attempt):
                 break
-            self._tell("warning", {"message": f"restore of step {snapshot.step} is not exact: {'; '.join(differences)}"})
+            self._tell(
+                "warning", {"message": f"restore of step {snapshot.step} is not exact: {'; '.join(differences)}"}
+            )
         else:
             raise StopRequested(f"no snapshot before step {decision.onset_step} could be restored exactly")
         self.outer.rollbacks += 1
@@ -440,9 +449,13 @@ class Coordinator:
             self._last_checkpoint = snapshot.step
             self._tell("checkpoint", {"step": snapshot.step})
         elif self._checkpoint.on_failure == "abort":
-            raise GuardError(f"the checkpoint of step {snapshot.step} could not be saved (checkpoint.on_failure: abort)")
+            raise GuardError(
+                f"the checkpoint of step {snapshot.step} could not be saved (checkpoint.on_failure: abort)"
+            )
         else:
-            self._tell("warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"})
+            self._tell(
+                "warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"}
+            )
 
     def save_final(self) -> None:
         """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
@@ -488,7 +501,9 @@ class Coordinator:
         flags = 0
         if counters.schedule is not None:
             wrong_position = counters.schedule - self._schedule_offset != counters.steps
-            if wrong_position or not math.isclose(self.engine.lr(), self._lr_expected or 0.0, rel_tol=1e-9, abs_tol=0.0):
+            if wrong_position or not math.isclose(
+                self.engine.lr(), self._lr_expected or 0.0, rel_tol=1e-9, abs_tol=0.0
+            ):
                 flags |= Flag.SCHEDULE
         if counters.steps - self._step_offset != self.applied:
             flags |= Flag.COUNTERS
@@ -498,7 +513,9 @@ class Coordinator:
         """Errors that all ranks raise together, from the same table."""
         digests = table.column("digest")
         if not (digests == digests[0]).all():
-            raise RankDisagreement(f"ranks decided differently at the attempt before {table.attempt}: digests {digests.tolist()}")
+            raise RankDisagreement(
+                f"ranks decided differently at the attempt before {table.attempt}: digests {digests.tolist()}"
+            )
         counters = self.engine.counters()
         ranks = table.ranks_flagged(Flag.SCHEDULE)
         if ranks:
@@ -515,7 +532,9 @@ class Coordinator:
             )
         norms = table.column("local_grad_norm")
         self._seen |= (norms != 0) | (table.column("nonfinite_backward") > 0)  # NaN != 0: a NaN was received, too
-        self._seen |= table.column("tokens") == 0 if table.tokens > 0 else False  # a rank without tokens has no gradient
+        self._seen |= (
+            table.column("tokens") == 0 if table.tokens > 0 else False
+        )  # a rank without tokens has no gradient
         if self.outer.attempts + 1 >= self.config.blind_after and not self._seen.all():
             blind = table.ranks_where(~self._seen)
             raise MonitorBlind(
@@ -530,7 +549,11 @@ class Coordinator:
         message = f"the guard failed at step {self.step_index}: {type(error).__name__}: {error}"
         if self.config.on_guard_failure == "stop":
             raise GuardError(f"{message} (on_guard_failure: stop)") from error
-        print(f"resilient: WARNING: rank {self.exchange.rank}: {message}. TRAINING CONTINUES UNGUARDED.", file=sys.stderr, flush=True)
+        print(
+            f"resilient: WARNING: rank {self.exchange.rank}: {message}. TRAINING CONTINUES UNGUARDED.",
+            file=sys.stderr,
+            flush=True,
+        )
         self._tell("guard_failed", {"message": message})
 
     def _apply_unguarded(self) -> None:
@@ -570,12 +593,16 @@ class Coordinator:
         seconds = time.perf_counter() - self._clock
         self._each_listener(
             "step",
-            StepReport(self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"),
+            StepReport(
+                self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"
+            ),
         )
 
     def _report(self, judgement: Judgement, table: StepTable, applied: bool, lr: float) -> None:
         assert self.judge is not None
-        named = {k: v for k, v in judgement.observation.values.items() if k in ("logit_max", "attention_entropy", "loss_max")}
+        named = {
+            k: v for k, v in judgement.observation.values.items() if k in ("logit_max", "attention_entropy", "loss_max")
+        }
         named["wait_s"] = float(table.column("wait_s").max())
         self._each_listener(
             "step",
@@ -619,7 +646,9 @@ class Coordinator:
                 place=verdict.place,
                 target_step=target,
                 skipped_windows=excluded,
-                knobs={} if decision.knobs.neutral else {"lr_factor": decision.knobs.lr_factor, "clip_factor": decision.knobs.clip_factor},
+                knobs={}
+                if decision.knobs.neutral
+                else {"lr_factor": decision.knobs.lr_factor, "clip_factor": decision.knobs.clip_factor},
                 confidence=verdict.confidence,
                 evidence=verdict.evidence,
                 reason=decision.reason,
@@ -635,7 +664,9 @@ def _spread(values: np.ndarray) -> dict[str, Any]:
     median = float(np.median(finite))
     spread = float(np.median(np.abs(finite - median)))
     distance = np.where(np.isfinite(values), np.abs(values - median), np.inf)
-    standing_out = [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(spread, 1e-12)] if len(values) > 2 else list(range(len(values)))
+    standing_out = (
+        [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(spread, 1e-12)]
+        if len(values) > 2
+        else list(range(len(values)))
+    )
     return {"median": median, "spread": spread, "outliers": {str(r): float(values[r]) for r in standing_out}}
-
-

@@ -27,7 +27,9 @@ class StepReport:
     tokens: float
     time_s: float  # wall time of the attempt
     signals: Mapping[str, float] = field(default_factory=dict)  # further named signals
-    ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # signal -> {median, spread, outliers: {rank: value}}
+    ranks: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # signal -> {median, spread, outliers: {rank: value}}
     level: str = ""  # stability letter
     budget_left: int = 0
     position: int = 0  # data windows consumed so far

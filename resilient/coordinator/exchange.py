@@ -24,9 +24,7 @@ from resilient.signals import COLUMNS, Flag, Kind, StepRecord, StepTable
 class Exchange:
     """Create on all ranks at the same point: it makes a process group. World size 1 needs no torch.distributed."""
 
-    def __init__(
-        self, device: torch.device, timeout_s: float, peers: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, peers: Sequence[Sequence[int]] | None = None) -> None:
         self.device = device
         self.timeout = timedelta(seconds=timeout_s)
         self.peers = peers
@@ -62,7 +60,9 @@ class Exchange:
 
     def vote(self, ok: bool, step: int = 0, attempt: int = 0) -> bool:
         """True on all ranks if every rank said True. Collective."""
-        record = StepRecord(step=step, attempt=attempt, kind=Kind.VOTE, flags=0 if ok else Flag.NO, loss=0.0, loss_max=0.0)
+        record = StepRecord(
+            step=step, attempt=attempt, kind=Kind.VOTE, flags=0 if ok else Flag.NO, loss=0.0, loss_max=0.0
+        )
         return not self.table(record).ranks_flagged(Flag.NO)
 
     def share(self, value: Any) -> Any:

@@ -133,7 +133,9 @@ class WindowFeed:
     def pad(self) -> Window:
         """The last window again, with no token carrying loss: keeps a rank without data in step (BR-41)."""
         if self._last is None or not all(isinstance(b, dict) and "labels" in b for b in self._last.batches):
-            raise DataPositionError("pad_with_zero_weight needs batches that are mappings with `labels`, and one delivered")
+            raise DataPositionError(
+                "pad_with_zero_weight needs batches that are mappings with `labels`, and one delivered"
+            )
         batches = [{**b, "labels": torch.full_like(b["labels"], -100)} for b in self._last.batches]
         return Window(self._at.window, batches, 0.0, padding=True)
 
@@ -188,7 +190,12 @@ class WindowFeed:
 
     def _open(self) -> None:
         """Start iterating this epoch. Whatever decides the order (sampler epoch, RNG) is set or recorded first."""
-        for part in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+        parts: tuple[Any, ...] = (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            getattr(self.loader, "dataset", None),
+        )
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._at.epoch)
         if not self.exact and self._at.epoch_rng is None:

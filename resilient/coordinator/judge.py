@@ -67,5 +67,3 @@ class Judge:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for detector in self.detectors:
             detector.load_state_dict(state[detector.name])
-
-

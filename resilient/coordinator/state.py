@@ -41,7 +41,9 @@ class StateKeeper:
         exclude: data windows [first, last) that are not to be delivered again."""
         missing = [name for name in PARTS if name not in snapshot.parts]
         if missing:
-            raise CheckpointError(f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}: it cannot be restored")
+            raise CheckpointError(
+                f"the snapshot of step {snapshot.step} lacks {', '.join(missing)}: it cannot be restored"
+            )
         try:
             self._engine.restore(snapshot.parts["engine"])
             if self._judge is not None and snapshot.parts["judge"]:

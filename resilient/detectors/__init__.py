@@ -8,7 +8,16 @@ from resilient.detectors.crossrank import CrossRankOutlier
 from resilient.detectors.nonfinite import NonFinite
 from resilient.detectors.point import PointOutlier
 
-__all__ = ["CrossRankConfig", "CrossRankOutlier", "Detector", "DetectorConfig", "NonFinite", "PointConfig", "PointOutlier", "build_detectors"]
+__all__ = [
+    "CrossRankConfig",
+    "CrossRankOutlier",
+    "Detector",
+    "DetectorConfig",
+    "NonFinite",
+    "PointConfig",
+    "PointOutlier",
+    "build_detectors",
+]
 
 
 def build_detectors(config: DetectorConfig) -> list[Detector]:

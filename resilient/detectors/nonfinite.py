@@ -34,7 +34,11 @@ class NonFinite:
                 return [self._finding(observation, place, ranks, column)]
         shares = observation.per_rank.get("reduced_sq_share")
         if shares is not None and not np.isfinite(shares).all():
-            return [self._finding(observation, "reduction", tuple(np.flatnonzero(~np.isfinite(shares)).tolist()), "grad_norm")]
+            return [
+                self._finding(
+                    observation, "reduction", tuple(np.flatnonzero(~np.isfinite(shares)).tolist()), "grad_norm"
+                )
+            ]
         for signal in ("loss", "grad_norm"):  # a log file has no ranks to name
             value = observation.values.get(signal)
             if value is not None and not math.isfinite(value):

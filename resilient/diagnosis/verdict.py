@@ -23,7 +23,9 @@ from resilient.signals import Finding, Observation, Severity, Verdict
 _RANK_LOSS_RATIO = 1.25  # a rank's loss this far above its peers' median counts as "its batch is odd"
 
 
-def diagnose(observation: Observation, findings: Sequence[Finding], *, dynamic_scale: bool, refused_in_a_row: int) -> Verdict | None:
+def diagnose(
+    observation: Observation, findings: Sequence[Finding], *, dynamic_scale: bool, refused_in_a_row: int
+) -> Verdict | None:
     """The verdict on one attempt, or None when nothing was found.
 
     dynamic_scale: the engine's loss scale adapts by itself. refused_in_a_row: attempts refused just before this one;
@@ -41,7 +43,9 @@ def diagnose(observation: Observation, findings: Sequence[Finding], *, dynamic_s
     return _all_ranks(max(leading, key=lambda f: f.score), tuple(findings), worst, refused_in_a_row)
 
 
-def _nonfinite(observation: Observation, finding: Finding, findings: tuple[Finding, ...], dynamic_scale: bool) -> Verdict:
+def _nonfinite(
+    observation: Observation, finding: Finding, findings: tuple[Finding, ...], dynamic_scale: bool
+) -> Verdict:
     common = {
         "severity": Severity.ACT,
         "ranks": finding.ranks,
@@ -51,19 +55,24 @@ def _nonfinite(observation: Observation, finding: Finding, findings: tuple[Findi
     }
     if finding.place == "backward" and dynamic_scale:
         scale = observation.values.get("loss_scale", 1.0)
-        evidence = (finding.message, f"loss is finite and the loss scale is {scale:g}: an overflow of the scaled gradient")
+        evidence = (
+            finding.message,
+            f"loss is finite and the loss scale is {scale:g}: an overflow of the scaled gradient",
+        )
         return Verdict(cause="precision", confidence=0.8, evidence=evidence, scale_overflow=True, **common)  # type: ignore[arg-type]
     if finding.place == "reduction":
         evidence = (finding.message, "every rank's own gradient was finite before the reduction")
         return Verdict(cause="communication", confidence=0.8, evidence=evidence, **common)  # type: ignore[arg-type]
     world = len(next(iter(observation.per_rank.values()), ()))
     alone = 0 < len(finding.ranks) < max(world, 1)
-    evidence = (
+    suspicion = (
         finding.message,
-        "the other ranks were finite on the same weights: that rank's batch or machine" if alone else "seen on all ranks",
+        "the other ranks were finite on the same weights: that rank's batch or machine"
+        if alone
+        else "seen on all ranks",
         "batch and machine were not told apart: no re-run was made",
     )
-    return Verdict(cause="unknown", confidence=0.5, evidence=evidence, **common)  # type: ignore[arg-type]
+    return Verdict(cause="unknown", confidence=0.5, evidence=suspicion, **common)  # type: ignore[arg-type]
 
 
 def _one_rank(observation: Observation, finding: Finding, findings: tuple[Finding, ...], severity: Severity) -> Verdict:

@@ -143,7 +143,12 @@ class Guard:
             return
         self._begun = True
         coordinator = self._coordinator
-        about = {"engine": self.engine.name, "policy": self.policy.name, "world": self.world, "data_restored": self.restores_data}
+        about = {
+            "engine": self.engine.name,
+            "policy": self.policy.name,
+            "world": self.world,
+            "data_restored": self.restores_data,
+        }
         coordinator.event("start", {**about, "generation": self.run.generation if self.run is not None else 0})
         snapshot = outer = None
         if self._store is not None:
@@ -340,7 +345,9 @@ def open_run(
                 where.parent, where.name, dict(config), resume=resume, on_config_change=on_config_change
             )
             answer = {"path": str(run.path)}
-            announce(run.path, run.run_id, run.generation)  # before anything can fail: the supervisor reads its verdict there
+            announce(
+                run.path, run.run_id, run.generation
+            )  # before anything can fail: the supervisor reads its verdict there
             for key, was, now in run.differences:
                 print(f"resilient: {run.run_id} began with {key}={was!r}; {now!r} is ignored", file=sys.stderr)
         except ResilientError as error:

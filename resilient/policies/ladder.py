@@ -42,7 +42,9 @@ class Ladder:
         """targets: how many snapshots could be gone back to for this verdict's onset."""
         decision = self._decide(verdict, step, attempt, targets)
         if self.config.mode == "observe" and decision.action != "apply":
-            return replace(decision, action="apply", would=decision.action, knobs=Knobs(), skip_data=False, overflow=False)
+            return replace(
+                decision, action="apply", would=decision.action, knobs=Knobs(), skip_data=False, overflow=False
+            )
         return decision
 
     def _decide(self, verdict: Verdict | None, step: int, attempt: int, targets: int) -> Decision:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.detectors.config import DetectorConfig
@@ -24,7 +26,7 @@ class RunConfig:
     id: str | None = None  # null: RESILIENT_RUN_ID, or a fresh one
     steps: int = 200  # applied optimizer steps
     seed: int = 0
-    nproc: int = 1  # processes started by `resilient train` itself when no launcher did
+    nproc: int | None = None  # ranks that `resilient train` starts when no launcher did; see `processes`
     eval_every: int = 50  # steps; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10  # steps between progress lines when the output is not a terminal
@@ -35,6 +37,10 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def processes(self) -> int:
+        """`nproc`; if null, one rank per CUDA device, and two on a machine without."""
+        return self.nproc if self.nproc is not None else torch.cuda.device_count() or 2
 
 
 @dataclass(frozen=True)

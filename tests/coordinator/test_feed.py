@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -123,8 +123,8 @@ def test_a_loader_that_became_shorter_is_refused():
 
 def test_sampler_epoch_is_set():
     class Sampled(list):
-        class sampler:  # noqa: N801
-            epochs: list[int] = []
+        class sampler:
+            epochs: ClassVar[list[int]] = []
 
             @classmethod
             def set_epoch(cls, epoch: int) -> None:

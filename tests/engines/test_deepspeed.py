@@ -79,7 +79,9 @@ class DeepSpeedAdapter:
         if named.keys() <= masters.keys():  # ZeRO 0: the masters carry the parameters' names
             return {name: masters[name].detach().float().clone() for name in named}
         if self.stage < 3 and all(p.dtype is torch.float32 for p in named.values()):
-            return {name: p.detach().clone() for name, p in named.items()}  # the call below errs under round_robin_gradients
+            return {
+                name: p.detach().clone() for name, p in named.items()
+            }  # the call below errs under round_robin_gradients
         return {name: safe_get_full_fp32_param(p).detach().clone() for name, p in named.items()}
 
     def plain_step(self, engine: DeepSpeedEngine, tokens: torch.Tensor, targets: torch.Tensor) -> float:

@@ -124,7 +124,7 @@ def test_br09_br10_a_scheduler_stepped_by_someone_else_stops_all_ranks_with_both
 
 def test_br09_a_scheduler_that_was_not_given_is_refused():
     model, optimizer, _ = build(1)
-    with pytest.raises(ConfigError, match="scheduler=..."):
+    with pytest.raises(ConfigError, match=r"scheduler=\.\.\."):
         guarded(model, optimizer, None, batches(4, 0))
 
 
@@ -139,7 +139,13 @@ def resumed(rank: int, world: int, folder: str) -> tuple[list[int], list[int]]:
     for stop in (1, 2, 5, 6, 11, 12):
         model, optimizer, scheduler = build(world, groups=True)
         guard, _ = guarded(
-            model, optimizer, scheduler, batches(24, rank), accumulation=2, run_dir=f"{folder}/run", checkpoint=CheckpointConfig(every=50)
+            model,
+            optimizer,
+            scheduler,
+            batches(24, rank),
+            accumulation=2,
+            run_dir=f"{folder}/run",
+            checkpoint=CheckpointConfig(every=50),
         )
         seed(stop)  # whatever was drawn before a resume must not matter
         pieces += run_loop(guard, model, steps=stop)
@@ -158,7 +164,9 @@ def test_br11_br19_stopped_anywhere_the_next_batch_is_the_next_one(tmp_path):
 @pytest.mark.parametrize(("tail", "steps"), [("drop", 6), ("flush", 9), ("carry", 7)])
 def test_br18_an_incomplete_window_at_the_end_of_an_epoch_has_a_declared_policy(tail: Any, steps: int):
     model, optimizer, scheduler = build(1)
-    guard, _ = guarded(model, optimizer, scheduler, batches(10, 0), accumulation=4, guard=GuardConfig(on_epoch_tail=tail))
+    guard, _ = guarded(
+        model, optimizer, scheduler, batches(10, 0), accumulation=4, guard=GuardConfig(on_epoch_tail=tail)
+    )
     run_loop(guard, model, epochs=3)
     assert guard.applied == scheduler.last_epoch == guard.engine.counters().steps == steps
 
@@ -173,7 +181,11 @@ def masked_rank(rank: int, world: int) -> tuple[int, float]:
     worst = 0.0
     for batch in guard.batches():
         total, tokens = loss_sum(model, batch)
-        guard.backward(total * (world * guard.window_size / guard.window_tokens), report=total.detach() / max(tokens, 1), tokens=tokens)
+        guard.backward(
+            total * (world * guard.window_size / guard.window_tokens),
+            report=total.detach() / max(tokens, 1),
+            tokens=tokens,
+        )
         if guard.step_index == 5 and int(batch["id"]) == 9:
             twin = copy.deepcopy(model.module)
             twin.zero_grad()

@@ -32,7 +32,9 @@ def rolled_back_against_twin(rank: int, world: int, engine: str, precision: str)
 
 
 def by_engine(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[str, list[str]]:
-    return {f"{engine}/{precision}": rolled_back_against_twin(rank, world, engine, precision) for engine, precision in cases}
+    return {
+        f"{engine}/{precision}": rolled_back_against_twin(rank, world, engine, precision) for engine, precision in cases
+    }
 
 
 @pytest.mark.timeout(300)
@@ -70,4 +72,6 @@ def test_the_proof_refuses_a_restore_without_rng_on_every_target():
     for _, hurt in run_ranks(without_rng, 2, True):
         assert "StopRequested" in hurt.error and "could be restored exactly" in hurt.error
         warnings = [f["message"] for kind, f in hurt.events if kind == "warning"]
-        assert len(warnings) == 3 and all("rng: digest" in w for w in warnings)  # steps 6, 3, 0: each tried, each refused
+        assert len(warnings) == 3 and all(
+            "rng: digest" in w for w in warnings
+        )  # steps 6, 3, 0: each tried, each refused

@@ -150,9 +150,7 @@ class Stage:
     def masters(self) -> list[Master]:
         """All tensors that the base optimizer updates on this rank, in a stable order."""
         names = {id(p): name for name, p in self.engine.module.named_parameters()}
-        return [
-            Master(names[id(p)], p, alias=True) for group in self.base.param_groups for p in group["params"]
-        ]
+        return [Master(names[id(p)], p, alias=True) for group in self.base.param_groups for p in group["params"]]
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The live tensor that holds this rank's part of a module parameter."""

@@ -104,7 +104,9 @@ class DeepSpeedEngine:
         DeepSpeed may still refuse the step (an overflow that only it sees): then `counters().skipped` goes up and
         `counters().steps` does not; gradients are dropped all the same."""
         if not self._complete:
-            raise RuntimeError("apply() without a complete window: no backward of a last micro-step since the last decision")
+            raise RuntimeError(
+                "apply() without a complete window: no backward of a last micro-step since the last decision"
+            )
         self._complete = False
         with self._stage.knobs(knobs):
             self.engine.step()
