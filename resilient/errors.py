@@ -36,6 +36,19 @@ class GuardError(ResilientError):
     """The guard itself broke (exchange timed out, a detector raised, the journal cannot be written)."""
 
 
+class ExchangeFailed(GuardError):
+    """The ranks could not meet: one is gone, late beyond the deadline, or out of step. Raised to the loop only where
+    going on unguarded would leave the ranks in different states (in the middle of a rollback or a save)."""
+
+    exit_code = ExitCode.RESTART
+
+
+class Interrupted(ResilientError):
+    """Told to end after the guard had broken: probably a rank died and the launcher clears the rest away."""
+
+    exit_code = ExitCode.RESTART
+
+
 class RankDisagreement(ResilientError):
     """Two ranks decided differently on what should have been the same table."""
 

@@ -131,7 +131,7 @@ def _table(summaries: dict[str, dict[str, Any]]) -> Table:
     for column in ("run", "status", "final evaluation loss", "steps lost", "rollbacks", "skips", "named ranks"):
         table.add_column(column, justify="left" if column in ("run", "status") else "right")
     for name, s in summaries.items():
-        loss = "not finite" if s["eval_loss"] is None else f"{s['eval_loss']:.4f}"
+        loss = "-" if s["eval_loss"] is None else f"{s['eval_loss']:.4f}"
         skips = s["skipped"] - s["rollbacks"]
         ranks = ", ".join(map(str, s["named_ranks"])) or "-"
         table.add_row(name, s["status"], loss, str(s["steps_lost"]), str(s["rollbacks"]), str(skips), ranks)

@@ -82,6 +82,9 @@ def _train_to_the_end(
             stream.close()
     except StopRequested as stop:
         code, status, reason = stop.exit_code, "stopped", str(stop)
+        assert guard is not None
+        with guard.evaluation():  # all ranks stopped together, on sound weights: say how good they are
+            eval_loss = evaluate()
     except Preempted as leave:
         code, status, reason = leave.exit_code, "preempted", str(leave)
     except ResilientError as error:
@@ -95,7 +98,7 @@ def _train_to_the_end(
                 print(f"resilient: {status}: {reason}", file=sys.stderr, flush=True)
                 write_verdict(directory.path, code, reason, directory.generation)
             if guard is not None:
-                guard.finish(status, reason=reason, save=False)
+                guard.finish(status, eval_loss=eval_loss, reason=reason, save=False)
         if guard is not None:
             guard.close()
     return int(code)

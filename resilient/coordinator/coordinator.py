@@ -32,6 +32,7 @@ from resilient.engines.base import Engine
 from resilient.errors import (
     CounterMismatch,
     GuardError,
+    Interrupted,
     MonitorBlind,
     Preempted,
     RankDisagreement,
@@ -205,7 +206,8 @@ class Coordinator:
             self._vote_and_act()
         self._window = None
         if self._leaving:
-            raise Preempted(f"asked to leave at step {self.applied}; the state is saved")
+            saved = "the state is saved" if self._last_checkpoint == self.applied else "nothing was saved"
+            raise Preempted(f"asked to leave at step {self.applied}; {saved}")
         return True
 
     @contextmanager
@@ -224,11 +226,15 @@ class Coordinator:
         self._pending_flags |= Flag.CHECKPOINT
 
     def request_preemption(self) -> None:
-        """Leave at the next step boundary, saved. Safe to call from a signal handler: it only sets a flag.
+        """Leave at the next step boundary, saved. Safe to call from a signal handler, any number of times: it only sets
+        a flag.
 
-        Unguarded ranks cannot agree on a boundary: there it raises Preempted at once, without saving."""
+        Unguarded ranks cannot agree on a boundary: with policy=off it raises Preempted at once, and Interrupted if the
+        guard had broken (a dying peer breaks it first and brings the launcher's TERM next: that is no pre-emption)."""
+        if self._measure is None:
+            raise Preempted("asked to leave with policy=off: nothing was saved since the last checkpoint")
         if not self.guarded:
-            raise Preempted("asked to leave while unguarded: nothing was saved")
+            raise Interrupted("told to end after the guard had broken")
         self._pending_flags |= Flag.PREEMPTED
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:

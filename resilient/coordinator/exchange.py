@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from resilient.errors import GuardError
+from resilient.errors import ExchangeFailed
 from resilient.signals import COLUMNS, Flag, Kind, StepRecord, StepTable
 
 
@@ -40,7 +40,7 @@ class Exchange:
             self._group = dist.new_group(backend=backend, timeout=patience)
 
     def table(self, record: StepRecord) -> StepTable:
-        """All ranks' records. Collective. Raises GuardError when a rank did not come in time or sent another kind."""
+        """All ranks' records. Collective. Raises ExchangeFailed when a rank did not come in time or sent another kind."""
         row = self.pack(record)
         if not self.distributed:
             return StepTable(row.cpu().numpy()[None, :], self.peers)
@@ -51,11 +51,11 @@ class Exchange:
             assert work is not None
             work.wait(self.timeout)
         except (RuntimeError, dist.DistBackendError) as error:
-            raise GuardError(f"the exchange failed on rank {self.rank} at step {record.step}: {error}") from error
+            raise ExchangeFailed(f"the exchange failed on rank {self.rank} at step {record.step}: {error}") from error
         table = StepTable(matrix.cpu().numpy(), self.peers)  # the one host copy of the step
         kinds = table.column("kind")
         if not (kinds == kinds[0]).all() and not table.ranks_flagged(Flag.GUARD_FAILED):
-            raise GuardError(f"ranks are out of step: kinds {kinds.tolist()} at step {record.step}")
+            raise ExchangeFailed(f"ranks are out of step: kinds {kinds.tolist()} at step {record.step}")
         return table
 
     def vote(self, ok: bool, step: int = 0, attempt: int = 0) -> bool:
@@ -82,7 +82,7 @@ class Exchange:
         try:
             work.wait(self.timeout)
         except (RuntimeError, dist.DistBackendError) as error:
-            raise GuardError(f"the exchange failed on rank {self.rank}: {error}") from error
+            raise ExchangeFailed(f"the exchange failed on rank {self.rank}: {error}") from error
 
     def pack(self, record: StepRecord) -> torch.Tensor:
         """(len(COLUMNS),) float64 on the device. Device scalars are gathered there; host values travel as one copy."""

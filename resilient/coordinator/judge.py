@@ -38,7 +38,11 @@ class Judge:
         observation = table.observation()
         findings = tuple(f for d in self.detectors for f in d.observe(observation))
         verdict = diagnose(
-            observation, findings, dynamic_scale=dynamic_scale, refused_in_a_row=self.ladder.refused_in_a_row
+            observation,
+            findings,
+            dynamic_scale=dynamic_scale,
+            refused_in_a_row=self.ladder.refused_in_a_row,
+            weights_proven=self.ladder.weights_proven,
         )
         available = targets(verdict.onset_step) if verdict is not None else 0
         decision = self.ladder.decide(verdict, step=table.step, attempt=table.attempt, targets=available)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -43,4 +43,4 @@ class DetectorConfig:
         PointConfig(signal="loss", floor=0.02),
         PointConfig(signal="grad_norm", floor=0.15),
     )
-    cross_rank: tuple[CrossRankConfig, ...] = field(default_factory=lambda: (CrossRankConfig(),))
+    cross_rank: tuple[CrossRankConfig, ...] = (CrossRankConfig(), CrossRankConfig(signal="loss", floor=0.04))

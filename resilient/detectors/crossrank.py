@@ -50,7 +50,7 @@ class CrossRankOutlier:
                     step=observation.step,
                     onset_step=self._onset.get(int(rank), observation.step),
                     ranks=(int(rank),),
-                    place="backward",
+                    place="loss" if self.config.signal == "loss" else "backward",
                     value=value,
                     reference=float(np.exp(x[rank] - gap[rank])),
                     message=f"{self.config.signal} of rank {rank} is {ratio[rank]:.3g} times its peers' ({score[rank]:.1f} sigmas)",

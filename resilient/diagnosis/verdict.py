@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from resilient.signals import Finding, Observation, Severity, Verdict
-
-_RANK_LOSS_RATIO = 1.25  # a rank's loss this far above its peers' median counts as "its batch is odd"
 
 
 def diagnose(
-    observation: Observation, findings: Sequence[Finding], *, dynamic_scale: bool, refused_in_a_row: int
+    observation: Observation,
+    findings: Sequence[Finding],
+    *,
+    dynamic_scale: bool,
+    refused_in_a_row: int,
+    weights_proven: bool = False,
 ) -> Verdict | None:
     """The verdict on one attempt, or None when nothing was found.
 
     dynamic_scale: the engine's loss scale adapts by itself. refused_in_a_row: attempts refused just before this one;
-    the weights have not moved since."""
+    the weights have not moved since. weights_proven: they were restored lately and have run cleanly since."""
     if not findings:
         return None
     worst = max(f.severity for f in findings)
@@ -40,7 +41,7 @@ def diagnose(
     ranked = [f for f in leading if f.ranks]
     if ranked:
         return _one_rank(observation, max(ranked, key=lambda f: f.score), tuple(findings), worst)
-    return _all_ranks(max(leading, key=lambda f: f.score), tuple(findings), worst, refused_in_a_row)
+    return _all_ranks(max(leading, key=lambda f: f.score), tuple(findings), worst, refused_in_a_row, weights_proven)
 
 
 def _nonfinite(
@@ -76,42 +77,46 @@ def _nonfinite(
 
 
 def _one_rank(observation: Observation, finding: Finding, findings: tuple[Finding, ...], severity: Severity) -> Verdict:
+    """One rank stands out. Its loss tells whether its batch is odd too: by the cross-rank detector of the loss, which
+    knows how far ranks' losses usually lie apart."""
     rank = finding.ranks[0]
-    losses = observation.per_rank["loss"]
-    group = next((g for g in observation.peers if rank in g), tuple(range(len(losses))))
-    others = np.asarray([losses[r] for r in group if r != rank])
-    ratio = float(losses[rank] / np.median(others)) if len(others) and np.median(others) > 0 else 1.0
-    odd_batch = ratio >= _RANK_LOSS_RATIO
-    evidence = (
-        finding.message,
-        f"its loss is {ratio:.2f} times its peers': {'its batch is odd too' if odd_batch else 'its batch looks normal'}",
-        *(() if odd_batch else ("the links were not probed and the reduction was not checked",)),
-    )
+    loss = next((f for f in findings if f.signal == "loss" and rank in f.ranks), None)
+    if loss is not None:
+        evidence: tuple[str, ...] = (finding.message, f"its batch is odd too: {loss.message}")
+    else:
+        evidence = (
+            finding.message,
+            f"its loss {float(observation.per_rank['loss'][rank]):.4g} is as usual: its batch looks normal",
+            "the links were not probed and the reduction was not checked",
+        )
     return Verdict(
-        cause="data" if odd_batch else "communication",
+        cause="communication" if loss is None else "data",
         severity=severity,
         ranks=finding.ranks,
         onset_step=finding.onset_step,
-        confidence=0.7 if odd_batch else 0.6,
+        confidence=0.6 if loss is None else 0.7,
         evidence=evidence,
         findings=findings,
         place=finding.place,
     )
 
 
-def _all_ranks(finding: Finding, findings: tuple[Finding, ...], severity: Severity, refused_in_a_row: int) -> Verdict:
-    weights_suspected = refused_in_a_row >= 2
-    note = (
-        f"{refused_in_a_row} other batches were refused on the same weights just before"
-        if refused_in_a_row
-        else "the same weights were fine one batch ago"
-    )
+def _all_ranks(
+    finding: Finding, findings: tuple[Finding, ...], severity: Severity, refused_in_a_row: int, weights_proven: bool
+) -> Verdict:
+    weights_suspected = refused_in_a_row >= 2 and not weights_proven
+    if weights_proven:
+        note = "the weights were restored lately and have run cleanly since: a bad stretch of data"
+    elif refused_in_a_row:
+        note = f"{refused_in_a_row} other batches were refused on the same weights just before"
+    else:
+        note = "the same weights were fine one batch ago"
     return Verdict(
         cause="optimizer" if weights_suspected else "data",
         severity=severity,
         ranks=(),
         onset_step=finding.onset_step,
-        confidence=0.6 if weights_suspected else 0.5,
+        confidence=0.6 if weights_suspected or weights_proven else 0.5,
         evidence=(finding.message, "all ranks rose together", note),
         findings=findings,
     )

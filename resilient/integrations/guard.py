@@ -91,9 +91,12 @@ class Guard:
         checkpoint = checkpoint or CheckpointConfig()
         exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s)
         self.rank, self.world = exchange.rank, exchange.world_size
+        _no_one_way_data(data)
         feed = WindowFeed(data, _accumulation(model, accumulation), tail=guard.on_epoch_tail, tokens=tokens)
         judge = None
-        if self.policy.mode != "off":
+        if self.policy.mode == "off":
+            engine.close()  # no hook, no tap: nothing is measured
+        else:
             judge = Judge(build_detectors(detector or DetectorConfig()), Ladder(self.policy))
         self.run = run_dir if run_dir is None or isinstance(run_dir, RunDirectory) else None
         if run_dir is not None and self.run is None:
@@ -306,6 +309,15 @@ def _no_stray_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Any)
         raise ConfigError(
             "Guard: an LR scheduler is attached to this optimizer but was not given to the guard: it would not be saved, "
             "restored or held on a refused step. Pass scheduler=..., and do not step it yourself"
+        )
+
+
+def _no_one_way_data(data: Iterable[Any]) -> None:
+    """A generator gives its batches once: after a rollback or a restart it would go on with the wrong ones."""
+    if isinstance(data, Iterator) and not hasattr(data, "load_state_dict"):
+        raise ConfigError(
+            f"Guard: data is a {type(data).__name__}, which can be read only once and has no state to restore. Pass "
+            "something that can be iterated again (a DataLoader, a list), or give it state_dict and load_state_dict"
         )
 
 

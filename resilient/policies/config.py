@@ -8,17 +8,20 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SkipConfig:
-    """Refuse the step. max_in_a_row: refused attempts before going back instead. budget: refused attempts per `window` steps."""
+    """Refuse the step. max_in_a_row: refused attempts before going back instead. stretch: the same, once restored weights
+    have run cleanly again: then the data is the suspect, and a bad stretch of it is passed over batch by batch.
+    budget: refused attempts per `window` attempts."""
 
     max_in_a_row: int = 3
-    budget: int = 16
+    stretch: int = 32
+    budget: int = 64
     window: int = 500
 
 
 @dataclass(frozen=True)
 class RollbackConfig:
-    """Go back before the onset. budget: rollbacks per run. cooldown: applied steps after a rollback during which the
-    next one is not yet due. lr_factor/clip_factor: cut applied at once; the LR comes back over `rewarm` steps, linearly.
+    """Go back before the onset. budget: rollbacks per run. cooldown: attempts after a rollback during which the next one
+    is not yet due. lr_factor/clip_factor: cut applied at once; the LR comes back over `rewarm` steps, linearly.
     skip_data: do not train on the window between onset and alarm again (never for communication or compute verdicts)."""
 
     budget: int = 4

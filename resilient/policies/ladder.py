@@ -3,6 +3,7 @@
     nothing found, or only a warning        apply
     fp16 overflow of a dynamic scale        skip and tell the scaler; an incident only when it does not end (BR-02)
     1st..max_in_a_row-th refusal in a row   skip
+    the same within a rollback's probation  skip on, up to `stretch`: the restored weights ran cleanly, so it is the data
     then                                    roll back before the onset, skip the data window, cut LR and clip, re-warm
     budgets used up                         stop, with a report
 
@@ -32,8 +33,9 @@ class Ladder:
         self._onset: int | None = None  # of the current run of refusals
         self._skips: deque[int] = deque(maxlen=4096)  # attempts at which a step was skipped
         self._last_rollback: int | None = None  # attempt
-        self._repeats = 0  # rollbacks since the last time a re-warm ran to its end
+        self._repeats = 0  # rollbacks since the last probation that was passed
         self._rewarm_left = 0
+        self._clean_since_rollback: int | None = None  # applied steps, while the probation of a rollback lasts
         self._cut = Knobs()
 
     # -- deciding -----------------------------------------------------------------------------------------------
@@ -61,7 +63,8 @@ class Ladder:
             return Decision("skip", step, attempt, reason="overflow of the loss scale", overflow=True, **found)  # type: ignore[arg-type]
         found["incident"] = True
         in_a_row = self.refused_in_a_row
-        if in_a_row < self.config.skip.max_in_a_row and self.skips_left(attempt) > 0:
+        limit = self.config.skip.stretch if self.weights_proven else self.config.skip.max_in_a_row
+        if in_a_row < limit and self.skips_left(attempt) > 0:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         if self._may_roll_back(attempt) and targets > 0:
             knobs = Knobs() if verdict.cause in _NO_DATA_SKIP else self._harder()
@@ -81,7 +84,7 @@ class Ladder:
         return self._last_rollback is None or attempt - self._last_rollback > self.config.rollback.cooldown
 
     def _harder(self) -> Knobs:
-        """The cut of this rollback: each repeat without a completed re-warm cuts once more."""
+        """The cut of this rollback: each repeat within the probation of the one before cuts once more."""
         times = self._repeats + 1
         return Knobs(self.config.rollback.lr_factor**times, self.config.rollback.clip_factor**times)
 
@@ -93,9 +96,11 @@ class Ladder:
         if action == "apply":
             self.refused_in_a_row = self._overflows_in_a_row = 0
             self._onset = None
-            if self._rewarm_left > 0:
-                self._rewarm_left -= 1
-                self._repeats = 0 if self._rewarm_left == 0 else self._repeats
+            self._rewarm_left = max(self._rewarm_left - 1, 0)
+            if self._clean_since_rollback is not None:
+                self._clean_since_rollback += 1
+                if self._clean_since_rollback >= self.config.rollback.rewarm:
+                    self._clean_since_rollback, self._repeats = None, 0
             return
         if decision.overflow and not decision.incident:
             self._overflows_in_a_row += 1
@@ -109,8 +114,9 @@ class Ladder:
             self._last_rollback = decision.attempt
             self.refused_in_a_row = 0
             self._onset = None
+            self._clean_since_rollback = 0
+            self._repeats += 1
             if not decision.knobs.neutral:
-                self._repeats += 1
                 self._cut = decision.knobs
                 self._rewarm_left = self.config.rollback.rewarm
 
@@ -120,6 +126,11 @@ class Ladder:
             return Knobs()
         done = 1.0 - self._rewarm_left / self.config.rollback.rewarm
         return replace(self._cut, lr_factor=self._cut.lr_factor + (1.0 - self._cut.lr_factor) * done)
+
+    @property
+    def weights_proven(self) -> bool:
+        """Weights were restored lately and have run cleanly since: what is off now is not them."""
+        return bool(self._clean_since_rollback)
 
     @property
     def repeats(self) -> int:
@@ -147,6 +158,7 @@ class Ladder:
             "last_rollback": self._last_rollback,
             "repeats": self._repeats,
             "rewarm_left": self._rewarm_left,
+            "clean_since_rollback": self._clean_since_rollback,
             "cut": {"lr_factor": self._cut.lr_factor, "clip_factor": self._cut.clip_factor},
         }
 
@@ -159,4 +171,5 @@ class Ladder:
         self._last_rollback = state["last_rollback"]
         self._repeats = state["repeats"]
         self._rewarm_left = state["rewarm_left"]
+        self._clean_since_rollback = state["clean_since_rollback"]
         self._cut = Knobs(**state["cut"])

@@ -181,4 +181,4 @@ class TestNonFinite:
 
 def test_every_configured_detector_has_a_name_of_its_own():
     names = [d.name for d in build_detectors(DetectorConfig())]
-    assert len(set(names)) == len(names) == 4
+    assert len(set(names)) == len(names) == 5

@@ -111,6 +111,41 @@ def test_every_key_of_conf_is_documented_and_no_other() -> None:
     assert documented_keys() == conf_keys()
 
 
+def show(value: Any) -> str:
+    """A value as YAML and the tables write it."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(show, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+@pytest.mark.parametrize("group", ["engine", "model", "data", "optim", "policy", "run"])
+def test_documented_defaults_are_those_of_conf(group: str) -> None:
+    """A single value must be the one of every file of the group; of several (`128; 192`) each must be in some file."""
+    found: dict[str, set[str]] = {}
+    for path in (CONF / group).glob("*.yaml"):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key in leaves(tree, group):
+            value: Any = tree
+            for name in key.split(".")[1:]:
+                value = value[name]
+            found.setdefault(key, set()).add(show(value))
+    rows = re.findall(rf"^\| `({group}\.[a-z_.]+)` \| ([^|]+) \|", text_of("configuration.md"), re.MULTILINE)
+    assert {key for key, _ in rows} == set(found)
+    for key, cell in rows:
+        if cell != "by choice" and key != "engine.deepspeed":
+            assert {_canonical(text) for text in cell.split("; ")} == {_canonical(text) for text in found[key]}, key
+
+
+def _canonical(text: str) -> str:
+    """Numbers by value: 1e-8 and 1e-08 are one."""
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text
+
+
 def test_every_group_and_choice_is_documented() -> None:
     text = text_of("configuration.md")
     for path in CONF.glob("*/*.yaml"):

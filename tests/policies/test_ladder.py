@@ -12,7 +12,7 @@ from resilient.policies import Ladder, PolicyConfig, RollbackConfig, SkipConfig
 from resilient.signals import Decision, Severity, Verdict
 
 CONFIG = PolicyConfig(
-    skip=SkipConfig(max_in_a_row=2, budget=6, window=100),
+    skip=SkipConfig(max_in_a_row=2, stretch=4, budget=6, window=100),
     rollback=RollbackConfig(budget=2, cooldown=1, lr_factor=0.5, clip_factor=0.5, rewarm=4),
 )
 
@@ -67,8 +67,20 @@ def test_repeats_cut_harder_and_go_further_back():
     ladder = Ladder(CONFIG)
     run(ladder, [verdict(10)] * 3)
     assert ladder.repeats == 1
-    again = run(ladder, [verdict(10)] * 3, attempt=13)
+    again = run(ladder, [verdict(10)] * 3, attempt=13)  # at once: the restored weights have proved nothing
     assert again[2].action == "rollback" and again[2].knobs.lr_factor == 0.25
+    run(ladder, [None] * CONFIG.rollback.rewarm)
+    assert ladder.repeats == 0 and not ladder.weights_proven  # probation passed
+
+
+def test_once_restored_weights_ran_cleanly_a_bad_stretch_of_data_is_passed_over():
+    ladder = Ladder(CONFIG)
+    run(ladder, [verdict(10)] * 3 + [None])
+    assert ladder.weights_proven
+    assert [d.action for d in run(ladder, [verdict(10)] * 3 + [None], attempt=14)] == ["skip", "skip", "skip", "apply"]
+    # but not for ever: the stretch has an end
+    taken = [d.action for d in run(ladder, [verdict(11)] * 4, attempt=18)]
+    assert taken == ["skip", "rollback", "stop", "stop"]
 
 
 def test_a_fault_that_always_returns_ends_after_exactly_the_budget():

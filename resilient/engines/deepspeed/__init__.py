@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO 0-3 behind the Engine protocol. Written against deepspeed 0.19.8.
 
-setup: building an engine from configuration. wrapper: the Engine itself. stages: where each of DeepSpeed's optimizers
-keeps its gradients, masters, clip value and loss scale. state: capture and restore on the live tensors.
+setup: building an engine from configuration. wrapper: the Engine itself. stages, zero: where each of DeepSpeed's
+optimizers keeps its gradients, masters, clip value and loss scale. support: which engines can be guarded.
+state: capture and restore on the live tensors.
 """
 
 from resilient.engines.deepspeed.setup import build

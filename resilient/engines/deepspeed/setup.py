@@ -109,9 +109,9 @@ def load_deepspeed(device: torch.device, precision: str) -> Any:
 
 
 def leave_out_shm_extension(deepspeed: Any) -> None:
-    """On its first CPU start DeepSpeed compiles a shared-memory extension that only `inference_all_reduce` uses. Training
-    never calls that, and a rank killed while it compiles leaves a lock behind on which every later start waits for
-    ever (torch's FileBaton has no deadline). So it is declared incompatible, and gloo serves."""
+    """On its first CPU start DeepSpeed compiles a shared-memory extension that only `inference_all_reduce` uses.
+    Training never calls that, and a rank killed while it compiles leaves a lock behind on which every later start
+    waits for ever (torch's FileBaton has no deadline). So it is declared incompatible, and gloo serves."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

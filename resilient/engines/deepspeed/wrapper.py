@@ -8,8 +8,8 @@ import torch
 
 from resilient.engines.base import Counters, EngineState, Taps
 from resilient.engines.buffers import BufferHold
-from resilient.engines.deepspeed.stages import stage_of
 from resilient.engines.deepspeed.state import capture_state, restore_state
+from resilient.engines.deepspeed.support import stage_of
 from resilient.engines.norms import sum_of_squares
 from resilient.errors import ConfigError
 from resilient.signals import Knobs
@@ -99,7 +99,7 @@ class DeepSpeedEngine:
     # --- the gate ---
 
     def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
-        """`engine.step()` at clip x clip_factor. DeepSpeed clips with its own norm, which equals `grad_norm` to rounding.
+        """`engine.step()` at clip x clip_factor. DeepSpeed clips by its own norm, which is `grad_norm` to rounding.
 
         DeepSpeed may still refuse the step (an overflow that only it sees): then `counters().skipped` goes up and
         `counters().steps` does not; gradients are dropped all the same."""
@@ -123,7 +123,7 @@ class DeepSpeedEngine:
     def skip(self, overflow: bool = False) -> None:
         """Drop the window without `engine.step()`. Buffers that the forward passes moved go back as well.
 
-        `overflow` reaches a dynamic loss scaler exactly as in DeepSpeed's own step, which may raise at the smallest scale."""
+        `overflow` reaches a dynamic loss scaler as in DeepSpeed's own step, which raises at the smallest scale."""
         self._complete = False
         self._stage.drop_gradients()
         self._buffers.put_back()
@@ -151,8 +151,8 @@ class DeepSpeedEngine:
         return self._stage.dynamic()
 
     def counters(self) -> Counters:
-        """steps: DeepSpeed's global_steps without those it counted but refused. skipped: its skipped_steps. schedule: by
-        the schedule's own count, less what it was ahead of `steps` when the engine was wrapped."""
+        """steps: DeepSpeed's global_steps without those it counted but refused. skipped: its skipped_steps.
+        schedule: by the schedule's own count, less what it was ahead of `steps` when the engine was wrapped."""
         schedule = self._schedule_position(self._schedule_offset) if self._schedulers else None
         return Counters(self.engine.global_steps - self._refused, self.engine.skipped_steps, schedule)
 
