@@ -90,12 +90,19 @@ def leaves(node: Any, path: str) -> Iterator[str]:
         yield path
 
 
+def choice(path: Path) -> dict[str, Any]:
+    """The keys that one file of conf/ sets itself; `defaults` is Hydra's."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree.pop("defaults", None)
+    return tree
+
+
 def conf_keys() -> set[str]:
     keys: set[str] = set()
     for path in CONF.glob("*/*.yaml"):
         group = path.parent.name
         if group != "experiment":  # sets keys of the others
-            keys.update(leaves(yaml.safe_load(path.read_text(encoding="utf-8")), group))
+            keys.update(leaves(choice(path), group))
     return keys
 
 
@@ -125,7 +132,7 @@ def test_documented_defaults_are_those_of_conf(group: str) -> None:
     """A single value must be the one of every file of the group; of several (`128; 192`) each must be in some file."""
     found: dict[str, set[str]] = {}
     for path in (CONF / group).glob("*.yaml"):
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = choice(path)
         for key in leaves(tree, group):
             value: Any = tree
             for name in key.split(".")[1:]:
