@@ -98,7 +98,7 @@ def _train(out: Path, name: str, overrides: list[str], console: Console) -> int:
         try:
             for line in process.stdout:
                 log.write(line)
-                if line.startswith(("step ", "! ", "evaluation", "resilient:", "run ")):
+                if line.startswith(("step ", "! ", "evaluation at", "resilient:", "run ")):
                     console.print("  " + line.rstrip())
                 if time.monotonic() > deadline:
                     raise ConfigError(f"{name} did not finish in {_DEADLINE_S:.0f} s; see {log.name}")
@@ -128,7 +128,7 @@ def _rescued(summaries: dict[str, dict[str, Any]]) -> bool:
 
 def _table(summaries: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="One seed, three runs")
-    for column in ("run", "status", "final evaluation loss", "steps lost", "rollbacks", "skips", "named ranks"):
+    for column in ("run", "status", "final eval loss", "steps lost", "rollbacks", "skips", "named ranks"):
         table.add_column(column, justify="left" if column in ("run", "status") else "right")
     for name, s in summaries.items():
         loss = "-" if s["eval_loss"] is None else f"{s['eval_loss']:.4f}"

@@ -24,6 +24,7 @@ from resilient.telemetry.messages import duration, incident_message, number
 from resilient.telemetry.run_directory import RunDirectory
 from resilient.telemetry.summary import Summary
 
+_SHOW_ALIKE = 2  # equal incidents in a row that are still shown after the first
 _LEVEL_STYLE = {"A": "green", "B": "green", "C": "yellow", "D": "bold yellow", "E": "bold red"}
 _STATUS_STYLE = {"done": "green", "stopped": "bold red", "preempted": "yellow", "failed": "bold red"}
 
@@ -120,12 +121,16 @@ class Progress:
         self._tokens = self._seconds = 0.0
         self._said: int | None = None
         self._budget: int | None = None
+        self._last_incident: tuple[Any, ...] = ()
+        self._alike = 0  # incidents like the last one that followed it
 
     def step(self, report: StepReport) -> None:
         self.summary.step(report)
         self._budget = report.budget_left
         if not self.enabled:
             return
+        if report.applied:
+            self._tell_alike()
         decay = 0.9  # about the last ten attempts
         self._tokens = decay * self._tokens + report.tokens
         self._seconds = decay * self._seconds + report.time_s
@@ -137,6 +142,14 @@ class Progress:
 
     def incident(self, incident: Incident) -> None:
         self.summary.incident(incident)
+        kind = (incident.step, incident.cause, incident.action, incident.ranks)
+        if kind == self._last_incident:
+            self._alike += 1
+            if self._alike > _SHOW_ALIKE:
+                return
+        else:
+            self._tell_alike()
+            self._last_incident = kind
         if incident.action == "rollback":
             self._said = None
         style = {"skip": "yellow", "rollback": "bold red", "stop": "bold red"}.get(incident.action, "cyan")
@@ -161,7 +174,15 @@ class Progress:
                 self._console.print(summary_table(self.summary.as_dict()))
 
     def close(self) -> None:
+        self._tell_alike()
         self._stop_bar()
+
+    def _tell_alike(self) -> None:
+        """A long row of equal refusals is one line, not twenty; the journal has them all."""
+        hidden = self._alike - _SHOW_ALIKE
+        self._alike, self._last_incident = 0, ()
+        if hidden > 0:
+            self._say(f"! and {hidden} more like it; budget left {self._budget}", "yellow")
 
     # -- drawing ------------------------------------------------------------------------------------------------
 
