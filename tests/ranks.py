@@ -28,6 +28,11 @@ class RankFailure(AssertionError):
 
 
 def _child(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rendezvous: str, args: tuple) -> None:
+    _one_task(pipe, fn, rank, world, rendezvous, args)
+    pipe.close()
+
+
+def _one_task(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rendezvous: str, args: tuple) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -46,7 +51,6 @@ def _child(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rend
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.close()
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _TIMEOUT) -> list[Any]:
@@ -73,6 +77,63 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+class RankPool:
+    """Ranks that stay: each task gets a fresh process group in warm processes. For tests that leave nothing behind in
+    their process (DeepSpeed does: it keeps the group it was initialised with). A failed task costs the pool."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT) -> list[Any]:
+        """As `run_ranks`."""
+        if not self._processes:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self._pipes:
+                pipe.send_bytes(pickle.dumps((os.path.join(folder, "store"), fn, args)))
+            try:
+                return _collect(self._pipes, timeout)
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.world), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """Kill the ranks. The next task starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def run_pooled(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _TIMEOUT) -> list[Any]:
+    """`run_ranks` in warm processes that this test session keeps."""
+    return _pools.setdefault(world, RankPool(world)).run(fn, *args, timeout=timeout)
+
+
+def _serve(pipe: Connection, rank: int, world: int) -> None:
+    while True:
+        try:
+            rendezvous, fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        _one_task(pipe, fn, rank, world, rendezvous, args)
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:

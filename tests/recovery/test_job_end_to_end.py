@@ -43,7 +43,12 @@ LAUNCHERS = {
 
 def start(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("RESILIENT_", "RANK", "WORLD_SIZE", "MASTER_"))}
-    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **environment,
+    }
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=170)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled, run_ranks
 from tests.scenarios.harness import Job, Outcome, run_job
 
 PLACES = ("forward", "loss", "backward")
@@ -24,7 +24,8 @@ def at_each_place(rank: int, world: int, engine: str, precision: str) -> dict[st
     [("ddp", "fp32"), ("fsdp2", "fp32"), ("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16")],
 )
 def test_refused_on_all_ranks_and_named(engine: str, precision: str):
-    results = run_ranks(at_each_place, 2, engine, precision, timeout=230)
+    run = run_ranks if engine.startswith("zero") else run_pooled
+    results = run(at_each_place, 2, engine, precision, timeout=230)
     for rank, outcomes in enumerate(results):
         for place, outcome in outcomes.items():
             where = f"{engine}/{precision} {place} on rank {rank}"

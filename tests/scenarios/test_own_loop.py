@@ -5,7 +5,9 @@ BR-09, BR-10, BR-18, BR-19, BR-40, BR-41, BR-47, and what happens when the guard
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ import resilient.errors
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.errors import ConfigError, MonitorBlind, RankDisagreement, ScheduleMismatch
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled
 from tests.scenarios.harness import Ear, seed
 
 pytestmark = pytest.mark.timeout(180)
@@ -118,7 +120,7 @@ def steps_the_scheduler_itself(rank: int, world: int) -> str:
 
 
 def test_br09_br10_a_scheduler_stepped_by_someone_else_stops_all_ranks_with_both_numbers():
-    messages = run_ranks(steps_the_scheduler_itself, 2)
+    messages = run_pooled(steps_the_scheduler_itself, 2)
     assert all("on rank 1" in m and "expected" in m and "LR" in m for m in messages), messages
 
 
@@ -157,7 +159,7 @@ def resumed(rank: int, world: int, folder: str) -> tuple[list[int], list[int]]:
 
 
 def test_br11_br19_stopped_anywhere_the_next_batch_is_the_next_one(tmp_path):
-    for whole, pieces in run_ranks(resumed, 2, str(tmp_path)):
+    for whole, pieces in run_pooled(resumed, 2, str(tmp_path)):
         assert pieces == whole == list(range(24))
 
 
@@ -200,7 +202,7 @@ def masked_rank(rank: int, world: int) -> tuple[int, float]:
 
 
 def test_br40_a_rank_without_tokens_neither_hangs_nor_dilutes():
-    for applied, worst in run_ranks(masked_rank, 2, timeout=60):
+    for applied, worst in run_pooled(masked_rank, 2, timeout=60):
         assert applied == 8 and worst < 1e-5
 
 
@@ -218,7 +220,7 @@ def uneven(rank: int, world: int, mode: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("mode", "steps"), [("drop_epoch_tail", 8), ("stop_all", 4), ("pad_with_zero_weight", 16)])
 def test_br41_ranks_with_different_numbers_of_batches_end_together(mode: str, steps: int):
-    assert run_ranks(uneven, 2, mode, timeout=60) == [(steps, steps, steps)] * 2
+    assert run_pooled(uneven, 2, mode, timeout=60) == [(steps, steps, steps)] * 2
 
 
 # -- the monitor and the guard itself ----------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def blind(rank: int, world: int, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["zero_grad before the hook", "another model", "never called"])
 def test_br47_a_monitor_that_receives_nothing_is_an_error_by_step_two(how: str):
-    messages = run_ranks(blind, 2, how, timeout=60)
+    messages = run_pooled(blind, 2, how, timeout=60)
     if how == "zero_grad before the hook":
         assert all("rank 1" in m for m in messages)
     assert len(set(messages)) == 1
@@ -260,7 +262,7 @@ def broken(rank: int, world: int, how: str, on_failure: Any, folder: str) -> dic
         scheduler,
         batches(10, rank),
         guard=GuardConfig(exchange_timeout_s=3.0, on_guard_failure=on_failure),
-        run_dir=f"{folder}/{how}-{on_failure}" if how == "disk full" else None,
+        run_dir=f"{folder}/run-{on_failure}" if how == "disk full" else None,
         checkpoint=CheckpointConfig(every=0),
         snapshot=SnapshotConfig(every=2, keep=2),
     )
@@ -288,15 +290,23 @@ def broken(rank: int, world: int, how: str, on_failure: Any, folder: str) -> dic
         guard.start()
         guard._recorder._steps.close()
         guard._recorder._steps = type(guard._recorder._steps)(__import__("pathlib").Path("/dev/full"))
-    error = ""
+    error, said = "", io.StringIO()
     try:
-        run_loop(guard, model)
+        with contextlib.redirect_stderr(said):
+            run_loop(guard, model)
     except resilient.errors.GuardError as problem:
         error = str(problem)
     state = {k: v.clone() for k, v in model.module.state_dict().items()}
     failed = [f["message"] for kind, f in ear.events if kind == "guard_failed"]
     guard.close()
-    return {"applied": guard.applied, "guarded": guard.guarded, "error": error, "failed": failed, "state": state}
+    return {
+        "applied": guard.applied,
+        "guarded": guard.guarded,
+        "error": error,
+        "failed": failed,
+        "state": state,
+        "said": said.getvalue(),
+    }
 
 
 def unguarded(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -308,10 +318,9 @@ def unguarded(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["detector raises", "exchange times out", "disk full"])
-def test_a_broken_guard_lets_the_job_finish_unguarded_and_says_so(how: str, tmp_path, capfd):
-    results = run_ranks(broken, 2, how, "continue", str(tmp_path), timeout=90)
-    reference = run_ranks(unguarded, 2, timeout=60)[0]
-    said = capfd.readouterr().err
+def test_a_broken_guard_lets_the_job_finish_unguarded_and_says_so(how: str, tmp_path):
+    results = run_pooled(broken, 2, how, "continue", str(tmp_path), timeout=90)
+    reference = run_pooled(unguarded, 2, timeout=60)[0]
     for result in results:
         assert result["applied"] == 10 and not result["error"]
         assert result["guarded"] == (how == "disk full")  # without its journal the guard still guards
@@ -319,12 +328,12 @@ def test_a_broken_guard_lets_the_job_finish_unguarded_and_says_so(how: str, tmp_
             assert result["failed"] and "the guard failed at step" in result["failed"][0]
         for name, value in result["state"].items():
             assert torch.allclose(value, reference[name], rtol=1e-5, atol=1e-7), name
-    assert "WARNING" in said
+    assert "WARNING" in results[0]["said"]
 
 
 @pytest.mark.parametrize("how", ["detector raises", "exchange times out", "disk full"])
 def test_a_broken_guard_stops_all_ranks_if_asked_to(how: str, tmp_path):
-    for result in run_ranks(broken, 2, how, "stop", str(tmp_path), timeout=90):
+    for result in run_pooled(broken, 2, how, "stop", str(tmp_path), timeout=90):
         assert result["error"] and 4 <= result["applied"] + 4 < 14 and result["applied"] < 10
 
 
@@ -344,7 +353,7 @@ def disagreeing(rank: int, world: int) -> str:
 
 
 def test_ranks_that_decided_differently_stop_one_step_later():
-    assert all("digests" in m for m in run_ranks(disagreeing, 2, timeout=60))
+    assert all("digests" in m for m in run_pooled(disagreeing, 2, timeout=60))
 
 
 def test_policy_off_is_a_true_zero():

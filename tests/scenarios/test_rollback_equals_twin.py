@@ -9,7 +9,7 @@ import pytest
 
 from resilient.coordinator import state as coordinator_state
 from resilient.errors import StopRequested
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled, run_ranks
 from tests.scenarios.harness import ROLL_BACK_AT_ONCE, Job, Outcome, run_job, same_training
 
 CASES = [
@@ -41,7 +41,8 @@ def by_engine(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[str, 
 @pytest.mark.parametrize("family", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
 def test_bit_identical_to_the_twin(family: str):
     cases = [case for case in CASES if case[0] == family]
-    for rank, problems in enumerate(run_ranks(by_engine, 2, cases, timeout=280)):
+    run = run_ranks if family.startswith("zero") else run_pooled
+    for rank, problems in enumerate(run(by_engine, 2, cases, timeout=280)):
         assert all(not p for p in problems.values()), f"rank {rank}: {problems}"
 
 
@@ -62,14 +63,14 @@ def without_rng(rank: int, world: int, prove: bool) -> tuple[list[str], Outcome]
 
 @pytest.mark.timeout(120)
 def test_the_control_that_omits_rng_differs():
-    for problems, hurt in run_ranks(without_rng, 2, False):
+    for problems, hurt in run_pooled(without_rng, 2, False):
         assert hurt.applied == 9 and not hurt.error
         assert any("losses differ from step" in p for p in problems), problems
 
 
 @pytest.mark.timeout(120)
 def test_the_proof_refuses_a_restore_without_rng_on_every_target():
-    for _, hurt in run_ranks(without_rng, 2, True):
+    for _, hurt in run_pooled(without_rng, 2, True):
         assert "StopRequested" in hurt.error and "could be restored exactly" in hurt.error
         warnings = [f["message"] for kind, f in hurt.events if kind == "warning"]
         assert len(warnings) == 3 and all(
