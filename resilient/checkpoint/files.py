@@ -19,12 +19,9 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any, *, limit: int | None = None) -> None:
-    """Write-rename-fsync: a reader sees the old content, the new content, or nothing. Raises OSError, or ValueError
-    when the text would be longer than `limit` bytes."""
-    data = json.dumps(value, indent=1, sort_keys=True).encode()
-    if limit is not None and len(data) > limit:
-        raise ValueError(f"{path.name} would take {len(data)} bytes; the limit is {limit}")
+def write_whole(path: Path, data: bytes) -> None:
+    """Write, fsync, rename, fsync: a reader or a crash sees the old content or the new. Raises OSError; the old file is
+    then untouched."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -36,6 +33,14 @@ def write_json(path: Path, value: Any, *, limit: int | None = None) -> None:
         partial.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, *, limit: int | None = None) -> None:
+    """`write_whole` of one JSON value. ValueError when it would be longer than `limit` bytes."""
+    data = json.dumps(value, indent=1, sort_keys=True).encode()
+    if limit is not None and len(data) > limit:
+        raise ValueError(f"{path.name} would take {len(data)} bytes; the limit is {limit}")
+    write_whole(path, data)
 
 
 def read_json(path: Path, *, limit: int) -> dict[str, Any]:

@@ -42,8 +42,8 @@ from resilient.cli.compose import (
     search_path,
 )
 from resilient.cli.errors import all_in_one
-from resilient.cli.train import fresh_run_id
 from resilient.errors import ConfigError, ExitCode
+from resilient.recovery.verdict import fresh_run_id
 
 _TAG = "RESILIENT_SWEEP_JOB"
 """In the environment of every process of a job: what still carries it after the job's end is a leftover."""

@@ -9,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resilient.cli.argv import Arguments, Runtime, parse_arguments, strip_launcher_arguments
 from resilient.cli.errors import fail
 from resilient.errors import ConfigError, ExitCode, ResilientError
+from resilient.recovery.verdict import RUN_ID, fresh_run_id
 
 if TYPE_CHECKING:
     from resilient.train.config import JobConfig
-
-RUN_ID = "RESILIENT_RUN_ID"
-"""Environment variable that names the run when run.id is null; set for the ranks that we start."""
 
 _MODULE = "resilient.cli.train"
 
@@ -80,11 +76,6 @@ def _check(resolved: dict[str, Any], runtime: Runtime) -> JobConfig:
     from resilient.cli.check import check_job
 
     return check_job(resolved, runtime)
-
-
-def fresh_run_id() -> str:
-    """UTC time and four random hex digits: sorts by start, and two starts in one second differ."""
-    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _start_ranks(words: Sequence[str], job: JobConfig) -> int:

@@ -31,6 +31,7 @@ from resilient.coordinator.state import StateKeeper
 from resilient.engines.base import Engine
 from resilient.errors import (
     CounterMismatch,
+    ExchangeFailed,
     GuardError,
     Interrupted,
     MonitorBlind,
@@ -105,7 +106,6 @@ class Coordinator:
         self._pass_over = False
         self._clock = time.perf_counter()
         self._last_checkpoint: int | None = None
-        self._checkpoint_due = False
         self._leaving = False
         self._exchange_works = True
         self._last_loss: torch.Tensor | None = None
@@ -274,13 +274,14 @@ class Coordinator:
             raise MonitorBlind(
                 f"guard.backward was called {self._backwards} times for {self._micro} micro-steps: the guard cannot see the loss"
             )
+        upcoming = self.feed.peek()  # outside: what the user's loader raises is the user's, not a failure of the guard
         try:
-            table = self.exchange.table(self._record())
+            table = self.exchange.table(self._record(upcoming))
             failed = table.ranks_flagged(Flag.GUARD_FAILED)
             if failed:
                 raise GuardError(f"the guard failed on rank {', '.join(map(str, failed))}")
         except Exception as error:
-            self._exchange_works = False
+            self._exchange_works = not isinstance(error, ExchangeFailed)
             self._guard_failed(error)
             return self._apply_unguarded()
         self._check_contracts(table)
@@ -297,11 +298,10 @@ class Coordinator:
         self._digest = judgement.decision.digest()
         self._act(judgement, table)
 
-    def _record(self) -> StepRecord:
+    def _record(self, upcoming: Window | None) -> StepRecord:
         """This rank's row: the measurements, the next window in hand, and what the others have to know."""
         assert self._measure is not None and self._window is not None
         record = self._measure.record(self.step_index, self.outer.attempts + 1)
-        upcoming = self.feed.peek()
         record.tokens = self._window.tokens
         record.has_next = float(upcoming is not None)
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
@@ -343,15 +343,15 @@ class Coordinator:
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
         self.judge.settle(judgement)
+        self.outer.policy = self.judge.ladder.state_dict()
         applied, target, excluded = False, None, None
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
-        elif decision.action == "skip":
+        self.outer.skipped += not applied  # before a rollback: the counters add up in the checkpoint that it commits
+        if decision.action == "skip":
             self.engine.skip(decision.overflow)
         elif decision.action == "rollback":
             target, excluded = self._roll_back(decision, further_back)
-        self.outer.skipped += not applied
-        self.outer.policy = self.judge.ladder.state_dict()
         self._report(judgement, table, applied, lr * knobs.lr_factor if applied else lr)
         if decision.incident:
             self._report_incident(judgement, target, excluded)
@@ -375,8 +375,11 @@ class Coordinator:
 
     def _commit(self, applied: bool, table: StepTable) -> None:
         """The quiescent point: optimizer, schedule, counters and data position have moved. Snapshots are taken here only."""
-        self.outer.check(self.applied)
-        self._pending_flags &= ~(Flag.CHECKPOINT | Flag.PREEMPTED)
+        problem = self.outer.problem(self.applied)
+        if problem:
+            return self._guard_failed(GuardError(problem))
+        sent = int(table.column("flags")[self.exchange.rank])  # a request that came in meanwhile is still to be told
+        self._pending_flags &= ~(sent & (Flag.CHECKPOINT | Flag.PREEMPTED))
         leaving = bool(table.ranks_flagged(Flag.PREEMPTED))
         asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
         snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
@@ -552,6 +555,7 @@ class Coordinator:
 
     def _guard_failed(self, error: Exception) -> None:
         self.guarded = False
+        self.window_tokens = 0.0  # nobody counts them together any more
         message = f"the guard failed at step {self.step_index}: {type(error).__name__}: {error}"
         if self.config.on_guard_failure == "stop":
             raise GuardError(f"{message} (on_guard_failure: stop)") from error

@@ -6,10 +6,11 @@ Rewinding any of this would let a fault reset its own budget, or train again on 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from resilient.checkpoint.files import write_json
 
 
 @dataclass
@@ -29,10 +30,13 @@ class Outer:
     excluded: list[list[int]] = field(default_factory=list)  # data windows [first, last)
     policy: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, step: int) -> None:
-        """The counters add up, or the bookkeeping is broken (BR-44)."""
-        assert self.attempts == self.applied + self.skipped, f"attempts do not add up: {self}"
-        assert self.applied - self.steps_lost == step, f"applied steps do not add up to step {step}: {self}"
+    def problem(self, step: int) -> str | None:
+        """What does not add up in the bookkeeping when `step` is the step in force (BR-44)."""
+        if self.attempts != self.applied + self.skipped:
+            return f"{self.attempts} attempts are not {self.applied} applied and {self.skipped} skipped ones"
+        if self.applied - self.steps_lost != step:
+            return f"{self.applied} applied and {self.steps_lost} lost steps do not make step {step}"
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,13 +46,8 @@ class Outer:
         return cls(**values)
 
     def write(self, path: Path) -> None:
-        """Rank 0: write, fsync, rename."""
-        part = path.with_suffix(".tmp")
-        with open(part, "w") as file:
-            json.dump(self.as_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        """Rank 0. Raises OSError."""
+        write_json(path, self.as_dict())
 
     @classmethod
     def read(cls, path: Path) -> Outer | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from resilient.recovery.verdict import (
     SUPERVISOR,
     Verdict,
     forget_announcement,
+    fresh_run_id,
     read_announcement,
     read_verdict,
     supervisor_token,
@@ -272,11 +272,6 @@ def supervise(command: Sequence[str], config: SuperviseConfig, run_id: str | Non
         shutil.rmtree(supervisor.folder, ignore_errors=True)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-
-
-def fresh_run_id() -> str:
-    """UTC time and four random hex digits: sorts by start, and two starts in one second differ."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def _newest(listing: Listing, verb: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +26,11 @@ SUPERVISOR = "RESILIENT_SUPERVISOR"  # folder of the watching supervisor, unique
 
 _ANNOUNCEMENT = "run.json"
 _LIMIT = 1 << 20
+
+
+def fresh_run_id() -> str:
+    """UTC time and four random hex digits: sorts by start, and two starts in one second differ."""
+    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pathlib
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from resilient.checkpoint.files import write_whole
 from resilient.errors import ConfigError, GuardError
 
 
@@ -73,23 +73,10 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def write_atomic(path: pathlib.Path, text: str) -> None:
-    """Replace `path` by `text`: write, fsync, rename, fsync. A reader or a crash sees the old file or the new one.
-
-    Raises TelemetryError; the old file is then untouched."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace `path` by `text`, whole or not at all. Raises TelemetryError; the old file is then untouched."""
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(path, text.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise TelemetryError(f"cannot write {path}: {error.strerror or error}") from error
 
 
