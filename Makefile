@@ -1,5 +1,6 @@
 # make demo   train, break, rescue: the whole product in a few minutes
 # make test   the test suite
+# make slow   what the suite leaves out for time: rare engine settings, four ranks
 # make check  formatting, lint, types
 # make bench  the cost of the guard per step
 #
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test slow check bench format clean
 
 # torch goes first and pinned, so that pip does not choose another build of it while resolving the rest.
 $(STAMP): pyproject.toml
@@ -28,7 +29,10 @@ demo: $(STAMP)
 	$(BIN)/resilient demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

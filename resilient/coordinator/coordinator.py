@@ -275,11 +275,19 @@ class Coordinator:
                 f"guard.backward was called {self._backwards} times for {self._micro} micro-steps: the guard cannot see the loss"
             )
         upcoming = self.feed.peek()  # outside: what the user's loader raises is the user's, not a failure of the guard
+        problem: Exception | None = None
         try:
-            table = self.exchange.table(self._record(upcoming))
+            record = self._record(upcoming)
+        except Exception as error:  # of this rank alone, perhaps: its row tells the others, and all go on unguarded
+            problem = error
+            record = StepRecord(
+                self.step_index, self.outer.attempts + 1, flags=Flag.GUARD_FAILED, loss=0.0, loss_max=0.0
+            )
+        try:
+            table = self.exchange.table(record)
             failed = table.ranks_flagged(Flag.GUARD_FAILED)
             if failed:
-                raise GuardError(f"the guard failed on rank {', '.join(map(str, failed))}")
+                raise problem or GuardError(f"the guard failed on rank {', '.join(map(str, failed))}")
         except Exception as error:
             self._exchange_works = not isinstance(error, ExchangeFailed)
             self._guard_failed(error)

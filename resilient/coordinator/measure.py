@@ -23,6 +23,7 @@ class OutputTap:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self.paused = device is None
+        self.problem: Exception | None = None  # the hook must not break the user's forward pass
         self.start()
 
     def start(self) -> None:
@@ -33,6 +34,12 @@ class OutputTap:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.paused or not torch.is_grad_enabled():
             return
+        try:
+            self._look_at(output)
+        except Exception as error:
+            self.problem, self.paused = error, True
+
+    def _look_at(self, output: Any) -> None:
         peak = torch.zeros((), dtype=torch.float64, device=self._device)
         for tensor in _outputs(output):
             # the maximum norm is NaN or Inf if any element is: finiteness and peak in one pass, no boolean copy
@@ -83,6 +90,8 @@ class Measurement:
 
     def record(self, step: int, attempt: int) -> StepRecord:
         """Close the window: everything measured on this rank, and the engine's taps."""
+        if self._output.problem is not None:
+            raise self._output.problem
         taps = self._engine.taps()
         earlier = (self._output.nonfinite > 0) | (self._nonfinite_loss > 0)
         backward = ~torch.isfinite(taps.local_sq).to(earlier.device) & ~earlier
@@ -111,7 +120,7 @@ class Measurement:
 def _outputs(output: Any) -> Iterator[torch.Tensor]:
     """Floating-point tensors of a model's output that are not scalars (a scalar is the loss, looked at separately)."""
     if isinstance(output, torch.Tensor):
-        if output.is_floating_point() and output.dim() > 0:
+        if output.is_floating_point() and output.dim() > 0 and output.numel() > 0:
             yield output
     elif isinstance(output, dict):
         for value in output.values():

@@ -21,7 +21,7 @@ from resilient.checkpoint.filesystem import FilesystemStore, traces_of_training
 from resilient.checkpoint.manifest import MANIFEST, list_checkpoints, part_name
 from resilient.checkpoint.snapshot import PARTS, Snapshot
 from resilient.errors import CheckpointError, NothingUsable
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled
 
 FINGERPRINT = {"engine": "ddp", "precision": "bf16", "betas": (0.9, 0.95)}
 
@@ -399,7 +399,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     tiny.mkdir()
     mounted = os.system(f"mount -t tmpfs -o size=1m tmpfs '{tiny}' 2>/dev/null") == 0
     try:
-        return run_ranks(all_scenarios, 2, str(root), str(tiny) if mounted else None, timeout=100)
+        return run_pooled(all_scenarios, 2, str(root), str(tiny) if mounted else None, timeout=100)
     finally:
         if mounted:
             os.system(f"umount -l '{tiny}'")

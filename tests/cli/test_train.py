@@ -157,11 +157,12 @@ def test_run_id_comes_from_the_configuration_then_the_environment_then_is_fresh(
 
     outside.setattr("resilient.cli.job.run", run)
     outside.setattr(os, "environ", dict(os.environ))
+    alone = "run.nproc=1"
     for words in (["run.id=mine"], [], []):
-        assert train.main(words) == 0
+        assert train.main([alone, *words]) == 0
     os.environ[train.RUN_ID] = "theirs"
-    assert train.main([]) == 0
-    assert train.main(["run.id=mine"]) == 0
+    assert train.main([alone]) == 0
+    assert train.main([alone, "run.id=mine"]) == 0
     assert seen[0] == seen[4] == "mine"
     assert seen[3] == "theirs"
     assert seen[1] != seen[2]

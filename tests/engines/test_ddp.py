@@ -22,7 +22,7 @@ from resilient.errors import CheckpointError, ConfigError
 from resilient.signals import Knobs
 from tests.engines import contract
 from tests.engines.models import Setup, batch, build_model, build_optimizer, build_scheduler, loss_of
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled, run_ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DDPAdapter:
 
 @pytest.mark.timeout(180)
 def test_contract() -> None:
-    run_ranks(contract.run, 2, DDPAdapter(), contract.ALL, timeout=170)
+    run_pooled(contract.run, 2, DDPAdapter(), contract.ALL, timeout=170)
 
 
 # --- what only DDP has ------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def refuses_what_cannot_work(rank: int, world: int) -> None:
 @pytest.mark.timeout(180)
 def test_ddp_itself_on_two_ranks() -> None:
     """Same bits as plain DDP; hooks refused, run and taken over; gradients as bucket views."""
-    run_ranks(two_ranks, 2, timeout=170)
+    run_pooled(two_ranks, 2, timeout=170)
 
 
 @pytest.mark.timeout(180)

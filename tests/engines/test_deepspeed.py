@@ -378,6 +378,7 @@ def variants(rank: int, world: int) -> None:
         contract.run(rank, world, DeepSpeedAdapter(stage, (precision,), settings), checks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_variants() -> None:
     """BR-44, BR-45: norms and true skip on each of DeepSpeed's other reduction paths, replay and resume where the
@@ -398,6 +399,7 @@ def alone(rank: int, world: int) -> None:
         load_deepspeed(torch.device("cuda"), "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_one_rank() -> None:
     """World size 1, and what is refused at construction."""

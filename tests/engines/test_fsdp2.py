@@ -19,7 +19,7 @@ from resilient.engines.fsdp2 import FSDP2Engine
 from resilient.errors import CheckpointError, ConfigError
 from tests.engines import contract
 from tests.engines.models import Setup, batch, build_model, build_optimizer, build_scheduler, loss_of
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled, run_ranks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FSDP2Adapter:
 
 @pytest.mark.timeout(180)
 def test_contract() -> None:
-    run_ranks(contract.run, 2, FSDP2Adapter(), contract.ALL, timeout=170)
+    run_pooled(contract.run, 2, FSDP2Adapter(), contract.ALL, timeout=170)
 
 
 # --- what only FSDP2 has ----------------------------------------------------------------------------------------
@@ -207,9 +207,10 @@ def replicas_of_shards(rank: int, world: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_fsdp2_itself_on_two_ranks() -> None:
-    run_ranks(two_ranks, 2, timeout=170)
+    run_pooled(two_ranks, 2, timeout=170)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_hybrid_sharding_on_four_ranks() -> None:
     """BR-45: replicas of shards are counted once; capture and restore are local to each."""

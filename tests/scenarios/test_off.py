@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from resilient.coordinator.measure import OutputTap
 from resilient.policies import PolicyConfig
 from tests.ranks import run_pooled, run_ranks
 from tests.scenarios.harness import Job, Outcome, run_job
@@ -14,7 +15,7 @@ def off_and_observed(rank: int, world: int, engine: str) -> tuple[Outcome, Outco
     hooks = []
 
     def count(guard: object, wrapped: object) -> None:
-        hooks.append(len(wrapped.module._forward_hooks))  # type: ignore[attr-defined]
+        hooks.append(sum(isinstance(h, OutputTap) for h in wrapped.module._forward_hooks.values()))  # type: ignore[attr-defined]
 
     off = run_job(job.with_(policy=PolicyConfig(name="off", mode="off")), rank, world, tweak=count)
     observed = run_job(job.with_(policy=PolicyConfig(name="observe", mode="observe")), rank, world)

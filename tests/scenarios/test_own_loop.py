@@ -277,6 +277,13 @@ def broken(rank: int, world: int, how: str, on_failure: Any, folder: str) -> dic
             return []
 
         coordinator.judge.detectors[0].observe = explode
+    elif how == "measurement raises on one rank" and rank == 1:
+
+        def odd(output: Any) -> None:
+            if guard.step_index == 5:
+                raise ZeroDivisionError("an output the probe cannot read")
+
+        coordinator._measure._output._look_at = odd
     elif how == "exchange times out" and rank == 1:
         table = coordinator.exchange.table
 
@@ -317,7 +324,10 @@ def unguarded(rank: int, world: int) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in model.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("how", ["detector raises", "exchange times out", "disk full"])
+HOW = ["detector raises", "measurement raises on one rank", "exchange times out", "disk full"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_broken_guard_lets_the_job_finish_unguarded_and_says_so(how: str, tmp_path):
     results = run_pooled(broken, 2, how, "continue", str(tmp_path), timeout=90)
     reference = run_pooled(unguarded, 2, timeout=60)[0]
@@ -331,7 +341,7 @@ def test_a_broken_guard_lets_the_job_finish_unguarded_and_says_so(how: str, tmp_
     assert "WARNING" in results[0]["said"]
 
 
-@pytest.mark.parametrize("how", ["detector raises", "exchange times out", "disk full"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_broken_guard_stops_all_ranks_if_asked_to(how: str, tmp_path):
     for result in run_pooled(broken, 2, how, "stop", str(tmp_path), timeout=90):
         assert result["error"] and 4 <= result["applied"] + 4 < 14 and result["applied"] < 10

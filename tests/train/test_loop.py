@@ -18,7 +18,7 @@ from resilient.train.evaluate import HeldOut
 from resilient.train.loop import train
 from resilient.train.model import GPT, ModelConfig
 from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
-from tests.ranks import run_ranks
+from tests.ranks import run_pooled
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,7 +102,7 @@ def reference_weights(weighting: str) -> torch.Tensor:
 
 def test_br40_ranks_with_few_or_no_tokens_and_evaluation_over_ranks():
     """No hang, equal counters, and the weights that training on all tokens alone gives; a mean of means does not."""
-    first, second = ({**r, "weights": torch.from_numpy(r["weights"])} for r in run_ranks(guarded_run, 2, timeout=110))
+    first, second = ({**r, "weights": torch.from_numpy(r["weights"])} for r in run_pooled(guarded_run, 2, timeout=110))
     assert torch.equal(first["weights"], second["weights"])
     assert [r["applied"] for r in (first, second)] == [STEPS, STEPS]
     assert [r["attempts"] for r in (first, second)] == [STEPS, STEPS]
