@@ -23,6 +23,6 @@ class CheckpointConfig:
 
     on_failure: what all ranks do together when a save fails on any of them."""
 
-    every: int = 50
+    every: int = 25
     keep: int = 3
     on_failure: str = "continue"  # continue | abort

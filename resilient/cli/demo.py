@@ -129,7 +129,7 @@ def _rescued(summaries: dict[str, dict[str, Any]]) -> bool:
 def _table(summaries: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="One seed, three runs")
     for column in ("run", "status", "final eval loss", "steps lost", "rollbacks", "skips", "named ranks"):
-        table.add_column(column, justify="left" if column in ("run", "status") else "right")
+        table.add_column(column, justify="left" if column in ("run", "status") else "right", no_wrap=column == "run")
     for name, s in summaries.items():
         loss = "-" if s["eval_loss"] is None else f"{s['eval_loss']:.4f}"
         skips = s["skipped"] - s["rollbacks"]

@@ -30,9 +30,10 @@ class DeepSpeedEngine:
     Raises ConfigError for engines whose gradients or state would not be seen in full (offload, MoE, pipeline...).
     """
 
-    name = "deepspeed"
+    name: str
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, scheduler: Any = None) -> None:
+        self.name = f"deepspeed_zero{engine.zero_optimization_stage()}"
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.device = torch.device(engine.device)
