@@ -26,7 +26,7 @@ from resilient.integrations.guard import Guard, open_run
 from resilient.recovery.verdict import GENERATION, write_verdict
 from resilient.telemetry.run_directory import RunDirectory
 from resilient.train.config import JobConfig
-from resilient.train.data import TokenStream
+from resilient.train.data import TokenStream, as_text
 from resilient.train.evaluate import HeldOut
 from resilient.train.loop import next_byte_loss, train
 from resilient.train.model import GPT
@@ -159,6 +159,7 @@ def _assemble(
             "data.accumulation": config.data.accumulation,
         },
         exchange=exchange,
+        text=as_text,
     )
     return guard, stream, evaluate, objective
 

@@ -14,10 +14,14 @@ class GuardConfig:
     on_guard_failure: continue (train on unguarded, loudly) | stop (all ranks end with exit 77).
     on_uneven_data: what happens when ranks run out of data at different times (BR-41).
     on_epoch_tail: what happens to an incomplete accumulation window at the end of an epoch (BR-18).
-    blind_after: steps after which a tap that never reported is an error (BR-47)."""
+    blind_after: steps after which a tap that never reported is an error (BR-47).
+    scene: what is kept of a refused step (T3, T12): none | batch | full (the rank's whole state too).
+    scene_limit: scenes per rank and start."""
 
     exchange_timeout_s: float = 120.0
     on_guard_failure: Literal["continue", "stop"] = "continue"
     on_uneven_data: Literal["stop_all", "drop_epoch_tail", "pad_with_zero_weight"] = "drop_epoch_tail"
     on_epoch_tail: Literal["drop", "flush", "carry"] = "drop"
     blind_after: int = 2
+    scene: Literal["none", "batch", "full"] = "batch"
+    scene_limit: int = 20

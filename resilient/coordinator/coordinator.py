@@ -52,6 +52,12 @@ class Store(Protocol):
         """True on all ranks if the checkpoint is committed and visible; False on all ranks if it is not."""
 
 
+class Scene(Protocol):
+    """Keeps what a refused step looked like. Called on every rank at the gate, before anything acts. Never raises."""
+
+    def __call__(self, decision: Decision, batches: Sequence[Any], engine: Engine) -> None: ...
+
+
 class Coordinator:
     """One per process, around one engine and one data feed. Without a judge (policy=off) it measures, exchanges and
     decides nothing: it only counts, feeds data and saves checkpoints.
@@ -73,6 +79,7 @@ class Coordinator:
         store: Store | None = None,
         listeners: Sequence[Listener] = (),
         outer_path: Path | None = None,
+        scene: Scene | None = None,
     ) -> None:
         self.engine = engine
         self.feed = feed
@@ -89,6 +96,7 @@ class Coordinator:
         self._store = store
         self._listeners = list(listeners)
         self._outer_path = outer_path if exchange.rank == 0 else None
+        self._scene = scene
         self._state = StateKeeper(engine, feed, judge)
         self._measure = Measurement(engine) if judge is not None else None
         self._window: Window | None = None
@@ -350,6 +358,8 @@ class Coordinator:
         )
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
+        if decision.incident and self._scene is not None and self.judge.ladder.refused_in_a_row == 0:
+            self._scene(decision, window.batches, self.engine)
         self.judge.settle(judgement)
         self.outer.policy = self.judge.ladder.state_dict()
         applied, target, excluded = False, None, None

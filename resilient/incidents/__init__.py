@@ -1,0 +1,1 @@
+"""What is kept of a fault: the scene of a refused step."""

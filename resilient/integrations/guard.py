@@ -36,6 +36,7 @@ from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_detectors
 from resilient.engines.base import Engine
 from resilient.errors import ConfigError, ExitCode, ResilientError
+from resilient.incidents.scene import SceneKeeper
 from resilient.policies import Ladder, PolicyConfig
 from resilient.recovery.verdict import announce, write_verdict
 from resilient.telemetry.listeners import Progress, RunRecorder
@@ -52,7 +53,7 @@ class Guard:
     policy: "default", "observe", "off", or a PolicyConfig.
     run_dir: where to write journal, steps, incidents and checkpoints; None: nothing is written or resumed.
     resume: auto (go on if `run_dir` holds a checkpoint) | never | must.
-    tokens: how many loss-carrying tokens a micro-batch holds.
+    tokens: how many loss-carrying tokens a micro-batch holds. text: what it says in words, for the scene of an incident.
     fingerprint: JSON values a checkpoint must match to be loaded, besides engine and world size.
 
     Raises ConfigError on all ranks when the parts do not fit together.
@@ -78,6 +79,7 @@ class Guard:
         total_steps: int | None = None,
         log_every: int = 10,
         tokens: Callable[[Any], float] = count_tokens,
+        text: Callable[[Any], str] | None = None,
         config: Mapping[str, Any] | None = None,
         fingerprint: Mapping[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
@@ -120,6 +122,9 @@ class Guard:
             built.append(self._recorder)
         if progress and self.rank == 0:
             built.append(Progress(self.run, total_steps=total_steps, log_every=log_every))
+        scene = None
+        if self.run is not None:
+            scene = SceneKeeper(self.run.incidents, self.rank, keep=guard.scene, limit=guard.scene_limit, text=text)
         self._coordinator = Coordinator(
             engine,
             feed,
@@ -131,6 +136,7 @@ class Guard:
             store=store,
             listeners=built,
             outer_path=self.run.path / "outer.json" if self.run is not None else None,
+            scene=scene,
         )
         self._exchange = exchange
         self.restores_data: Literal["exactly", "by count"] = "exactly" if feed.exact else "by count"

@@ -95,6 +95,11 @@ class Corpus:
     digest: str
 
 
+def as_text(batch: Batch) -> str:
+    """What a micro-batch says, sample by sample: bytes as Latin-1, so that every byte is shown."""
+    return "\n---\n".join(bytes(row).decode("latin-1") for row in batch["input_ids"].to(torch.uint8).tolist())
+
+
 def load_corpus(config: DataConfig) -> Corpus:
     """Read, cut into blocks and split. The same on every rank and in every process that sees the same files.
 
