@@ -15,6 +15,7 @@ class GuardConfig:
     on_uneven_data: what happens when ranks run out of data at different times (BR-41).
     on_epoch_tail: what happens to an incomplete accumulation window at the end of an epoch (BR-18).
     blind_after: steps after which a tap that never reported is an error (BR-47).
+    weights_every: steps between measurements of the weight norm (0: never).
     scene: what is kept of a refused step (T3, T12): none | batch | full (the rank's whole state too).
     scene_limit: scenes per rank and start."""
 
@@ -23,5 +24,6 @@ class GuardConfig:
     on_uneven_data: Literal["stop_all", "drop_epoch_tail", "pad_with_zero_weight"] = "drop_epoch_tail"
     on_epoch_tail: Literal["drop", "flush", "carry"] = "drop"
     blind_after: int = 2
+    weights_every: int = 10
     scene: Literal["none", "batch", "full"] = "batch"
     scene_limit: int = 20

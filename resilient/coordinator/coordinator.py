@@ -42,6 +42,7 @@ from resilient.errors import (
 )
 from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
 
+_SHOWN_SIGNALS = ("logit_max", "attention_entropy", "loss_max", "weight_norm", "longest", "padding")
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
 
 
@@ -319,6 +320,9 @@ class Coordinator:
         assert self._measure is not None and self._window is not None
         record = self._measure.record(self.step_index, self.outer.attempts + 1)
         record.tokens = self._window.tokens
+        record.longest, record.padding = self._window.longest, self._window.empty
+        if self.config.weights_every > 0 and self.step_index % self.config.weights_every == 0:
+            record.weight_sq_share = self.engine.weight_sq_share()
         record.has_next = float(upcoming is not None)
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
         record.wait_s, self.feed.wait_s = self.feed.wait_s, 0.0
@@ -628,9 +632,7 @@ class Coordinator:
 
     def _report(self, judgement: Judgement, table: StepTable, applied: bool, lr: float) -> None:
         assert self.judge is not None
-        named = {
-            k: v for k, v in judgement.observation.values.items() if k in ("logit_max", "attention_entropy", "loss_max")
-        }
+        named = {k: v for k, v in judgement.observation.values.items() if k in _SHOWN_SIGNALS}
         named["wait_s"] = float(table.column("wait_s").max())
         self._each_listener(
             "step",

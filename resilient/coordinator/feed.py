@@ -29,6 +29,8 @@ class Window:
     index: int  # position of this window in the run's data, 0-based
     batches: list[Any]
     tokens: float  # that carry loss; 0 if unknown
+    longest: float = 0.0  # longest sequence, in tokens that carry loss
+    empty: float = 0.0  # share of positions that carry no loss
     padding: bool = False  # delivered only to keep this rank in step; carries no loss
 
 
@@ -56,6 +58,19 @@ def count_tokens(batch: Any) -> float:
         if not tensor.is_floating_point() and tensor.dim() > 1:
             return float(tensor.numel())
     return float(tensors[0].shape[0]) if tensors and tensors[0].dim() > 0 else 0.0
+
+
+def sequence_lengths(batches: list[Any]) -> tuple[float, float]:
+    """(longest sequence, share of positions without loss) of micro-batches that are mappings with `labels` (T2); the
+    long tail of lengths and the padding it costs. (0, 0) for other batches."""
+    longest, positions, carrying = 0.0, 0, 0
+    for batch in batches:
+        if isinstance(batch, dict) and isinstance(batch.get("labels"), torch.Tensor) and batch["labels"].dim() > 0:
+            real = batch["labels"] != -100
+            lengths = real.sum(-1)
+            longest = max(longest, float(lengths.max()) if lengths.numel() else 0.0)
+            positions, carrying = positions + real.numel(), carrying + int(real.sum())
+    return longest, 1.0 - carrying / positions if positions else 0.0
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -137,7 +152,7 @@ class WindowFeed:
                 "pad_with_zero_weight needs batches that are mappings with `labels`, and one delivered"
             )
         batches = [{**b, "labels": torch.full_like(b["labels"], -100)} for b in self._last.batches]
-        return Window(self._at.window, batches, 0.0, padding=True)
+        return Window(self._at.window, batches, 0.0, 0.0, 1.0, padding=True)
 
     def next_epoch(self) -> None:
         """Close this epoch, whatever is left of it on this rank, and open the next. Call on all ranks together."""
@@ -172,7 +187,8 @@ class WindowFeed:
             index = self._at.window
             self._at.window += 1
             if not any(first <= index < last for first, last in self._at.excluded):
-                return Window(index, batches, sum(self._tokens(b) for b in batches))
+                longest, empty = sequence_lengths(batches)
+                return Window(index, batches, sum(self._tokens(b) for b in batches), longest, empty)
 
     def _next_batch(self) -> Any:
         if self._at.ended:

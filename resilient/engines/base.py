@@ -93,6 +93,10 @@ class Engine(Protocol):
     def taps(self) -> Taps:
         """Measurements of the window that just ended. Call once, after the last backward, before apply/skip."""
 
+    def weight_sq_share(self) -> torch.Tensor:
+        """This rank's share of the squared L2 norm of all trained parameters (masters where there are any), 0-dim
+        float64 on the device; shares of all ranks sum to the whole. Costs a pass over the weights."""
+
     def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         """Clip to `clip * knobs.clip_factor` using `grad_norm` (None, when unguarded: the engine measures it itself,
         collectively if it must), step the optimizer with LR x `knobs.lr_factor`,

@@ -77,6 +77,11 @@ class DDPEngine(TorchOptimEngine):
             local += square
         return Taps(local, reduced / self._tap.world, len(self._tap.squares))
 
+    @torch.no_grad()
+    def weight_sq_share(self) -> torch.Tensor:
+        """Every rank holds all parameters: 1/world of the whole."""
+        return sum_of_squares(self._params.values(), self.device) / (self._tap.world if self._tap is not None else 1)
+
     def close(self) -> None:
         """DDP cannot unregister a hook: ours stays and from now on only reduces, as DDP would without one (or as the
         user's `comm_hook` does). A new engine on the same model takes it over."""

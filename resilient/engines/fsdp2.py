@@ -8,7 +8,7 @@ which the public API offers (torch 2.13).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -94,6 +94,10 @@ class FSDP2Engine(TorchOptimEngine):
             local_sq += square
         return Taps(local_sq, share, len(squares))
 
+    @torch.no_grad()
+    def weight_sq_share(self) -> torch.Tensor:
+        return self._share(self._params.values())
+
     def close(self) -> None:
         """Gives every FSDP module the reduce-scatter back that it had."""
         for tap in self._taps:
@@ -117,12 +121,16 @@ class FSDP2Engine(TorchOptimEngine):
                 self._taps.append(tap)
 
     def _reduced_share(self) -> torch.Tensor:
+        return self._share(self._grads().values())
+
+    def _share(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """This rank's share of the squares of sharded, replicated and plain tensors: parts held n times count 1/n."""
         by_weight: dict[float, list[torch.Tensor]] = {}
-        for grad in self._grads().values():
-            by_weight.setdefault(_shards(grad) / self._mesh.size(), []).append(local(grad))
+        for tensor in tensors:
+            by_weight.setdefault(_shards(tensor) / self._mesh.size(), []).append(local(tensor))
         share = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight, grads in by_weight.items():
-            share += weight * sum_of_squares(grads, self.device)
+        for weight, parts in by_weight.items():
+            share += weight * sum_of_squares(parts, self.device)
         return share
 
     def _measure_norm(self) -> float:

@@ -45,6 +45,9 @@ class EngineProxy:
     def taps(self) -> Taps:
         return self.inner.taps()
 
+    def weight_sq_share(self) -> torch.Tensor:
+        return self.inner.weight_sq_share()
+
     def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         self.inner.apply(grad_norm, knobs)
 

@@ -39,6 +39,9 @@ COLUMNS: tuple[str, ...] = (
     "next_tokens",  # tokens that carry loss in that next window
     "digest",  # of the decision taken on the previous table (48 bits)
     "flags",  # Flag bits: what this rank has to tell the others
+    "weight_sq_share",  # this rank's share of the squared weight norm; NaN on steps that do not measure it
+    "longest",  # longest sequence of the window, tokens that carry loss
+    "padding",  # share of the window's positions that carry no loss
 )
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
 
@@ -91,6 +94,9 @@ class StepRecord:
     next_tokens: float = 0.0
     digest: float = 0.0
     flags: int = 0
+    weight_sq_share: Any = math.nan
+    longest: float = 0.0
+    padding: float = 0.0
 
     def values(self) -> list[Any]:
         """The record in COLUMNS order."""
@@ -202,6 +208,11 @@ class StepTable:
         entropy = self.column("attention_entropy")
         if np.isfinite(entropy).any():
             values["attention_entropy"] = float(entropy[np.isfinite(entropy)].mean())
+        weights = float(self.column("weight_sq_share").sum())
+        if math.isfinite(weights):
+            values["weight_norm"] = math.sqrt(weights)
+        values["longest"] = float(self.column("longest").max())
+        values["padding"] = float(self.column("padding").mean())
         per_rank = {
             name: self.column(name)
             for name in (

@@ -193,6 +193,23 @@ def check_norms(adapter: Adapter, rank: int, world: int) -> None:
             engine.close()
 
 
+def check_weight_norm(adapter: Adapter, rank: int, world: int) -> None:
+    """T2: the shares of the weight norm add up to the norm of all parameters, fresh and trained."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision, tied=True, groups=True)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        for index in range(2):
+            whole = sum(float(p.double().square().sum()) for p in adapter.full_parameters(engine).values())
+            share = engine.weight_sq_share().clone()
+            assert share.ndim == 0
+            dist.all_reduce(share)
+            assert abs(math.sqrt(float(share)) / math.sqrt(whole) - 1) < 1e-6, (
+                f"{precision}, {float(share)} for {whole}"
+            )
+            train(engine, setup, [index], rank)
+        engine.close()
+
+
 def check_true_skip(adapter: Adapter, rank: int, world: int) -> None:
     """A skip leaves no trace: what capture() returns is bit-identical to before the window, and training on equals
     training that never saw the batch, bit for bit; a NaN gradient on one rank or a finite one, accumulation 1 and 2."""

@@ -54,6 +54,11 @@ class Job:
     run_dir: str | None = None
     seed: int = 0
     scale_power: int = 8
+    model: ModelConfig = MODEL
+    optim: OptimConfig = OPTIM
+    schedule: int = 40  # steps of the LR schedule
+    seq_len: int = 16
+    micro_batch: int = 2
 
     def with_(self, **changes: Any) -> Job:
         return replace(self, **changes)
@@ -112,7 +117,13 @@ def seed(value: int) -> None:
 def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[Exception] | None = None) -> Outcome:
     """Train on this rank. tweak(guard, engine): a last change before the first batch. raises: an expected end."""
     seed(job.seed)
-    data = DataConfig(name="synthetic", seq_len=16, micro_batch=2, accumulation=job.accumulation, max_bytes=60_000)
+    data = DataConfig(
+        name="synthetic",
+        seq_len=job.seq_len,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        max_bytes=60_000,
+    )
     stream = TokenStream(data, seed=job.seed, rank=rank, world=world)
     zero = job.engine.startswith("zero")
     engine = build_engine(
@@ -123,9 +134,9 @@ def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[
             bucket_mb=0.01,
             initial_loss_scale_power=job.scale_power,
         ),
-        GPT(MODEL),
-        make_optimizer=lambda module: make_optimizer(module, OPTIM),
-        make_scheduler=lambda optimizer: make_scheduler(optimizer, OPTIM, 40),
+        GPT(job.model),
+        make_optimizer=lambda module: make_optimizer(module, job.optim),
+        make_scheduler=lambda optimizer: make_scheduler(optimizer, job.optim, job.schedule),
         clip=1.0,
         accumulation=job.accumulation,
         micro_batch=data.micro_batch,

@@ -88,6 +88,10 @@ class DeepSpeedEngine:
             share = share / self._world
         return Taps(local_sq=self._local_sq / unscale, reduced_sq_share=share, buckets=self._seen)
 
+    def weight_sq_share(self) -> torch.Tensor:
+        share = sum_of_squares((m.tensor for m in self._stage.masters()), self.device)
+        return share / self._world if self._stage.replicated else share
+
     def _reset_taps(self) -> None:
         self._local_sq = torch.zeros((), dtype=torch.float64, device=self.device)
         self._seen = 0
