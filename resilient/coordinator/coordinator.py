@@ -21,12 +21,14 @@ from resilient.checkpoint.config import CheckpointConfig
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.config import GuardConfig
-from resilient.coordinator.events import Incident, Listener, StepReport
+from resilient.coordinator.contracts import Contracts
+from resilient.coordinator.events import Listener, StepReport
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window, WindowFeed
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.outer import Outer
+from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.state import StateKeeper
 from resilient.engines.base import Engine
 from resilient.errors import (
@@ -36,13 +38,10 @@ from resilient.errors import (
     Interrupted,
     MonitorBlind,
     Preempted,
-    RankDisagreement,
-    ScheduleMismatch,
     StopRequested,
 )
 from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
 
-_SHOWN_SIGNALS = ("logit_max", "attention_entropy", "loss_max", "weight_norm", "longest", "padding")
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
 
 
@@ -95,10 +94,11 @@ class Coordinator:
         self.window_tokens = 0.0
         self._checkpoint = checkpoint or CheckpointConfig(every=0)
         self._store = store
-        self._listeners = list(listeners)
+        self._listeners = Listeners(listeners, exchange.rank)
         self._outer_path = outer_path if exchange.rank == 0 else None
         self._scene = scene
         self._state = StateKeeper(engine, feed, judge)
+        self._contracts = Contracts(engine, exchange.world_size, config.blind_after)
         self._measure = Measurement(engine) if judge is not None else None
         self._window: Window | None = None
         self._micro = 0
@@ -106,11 +106,7 @@ class Coordinator:
         self._window_of_step: dict[int, int] = {}
         self._digest = 0.0
         self._pending_flags = 0
-        self._seen = np.zeros(exchange.world_size, dtype=bool)  # ranks whose taps have reported
         self._have_next = np.ones(exchange.world_size, dtype=bool)
-        self._lr_expected: float | None = None
-        self._schedule_offset = 0
-        self._step_offset = engine.counters().steps
         self._started = False
         self._pass_over = False
         self._clock = time.perf_counter()
@@ -133,11 +129,9 @@ class Coordinator:
                 self.feed.exclude(first, last)
             if self.judge is not None and outer.policy:
                 self.judge.ladder.load_state_dict(outer.policy)
-        counters = self.engine.counters()
-        self._schedule_offset = (counters.schedule or 0) - counters.steps
         self._started = True
+        self._contracts.anchor()
         if resume is not None:
-            self._step_offset = 0
             differences = self._state.restore(resume)
             if not self.exchange.vote(not differences, resume.step):
                 raise CounterMismatch(
@@ -151,10 +145,9 @@ class Coordinator:
             self.applied = resume.step
             self._last_checkpoint = resume.step
             self.outer.steps_lost = self.outer.applied - resume.step
-            self._schedule_offset = (resume.schedule or 0) - resume.step
+            self._contracts.anchor(resume.step)
             self._tell("resume", {"step": resume.step, "position": resume.position})
         self.feed.peek()
-        self._remember_lr()
         if self.guarded:
             self._hello()
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
@@ -255,12 +248,7 @@ class Coordinator:
         if self._measure is not None:
             self._measure.close()
             self._measure = None
-        for listener in self._listeners:
-            try:
-                listener.close()
-            except Exception as error:
-                print(f"resilient: closing {type(listener).__name__} failed: {error}", file=sys.stderr)
-        self._listeners.clear()
+        self._listeners.close()
         self.exchange.close()
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -301,7 +289,7 @@ class Coordinator:
             self._exchange_works = not isinstance(error, ExchangeFailed)
             self._guard_failed(error)
             return self._apply_unguarded()
-        self._check_contracts(table)
+        self._contracts.check(table, self.applied, self.outer.attempts + 1)
         self._note_next(table)
         try:
             judgement = self._judge(table)
@@ -327,7 +315,8 @@ class Coordinator:
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
         record.wait_s, self.feed.wait_s = self.feed.wait_s, 0.0
         record.digest = self._digest
-        record.flags = self._pending_flags | self._contract_flags()
+        dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
+        record.flags = self._pending_flags | dropped | self._contracts.flags(self.applied)
         return record
 
     def _judge(self, table: StepTable) -> Judgement:
@@ -374,9 +363,20 @@ class Coordinator:
             self.engine.skip(decision.overflow)
         elif decision.action == "rollback":
             target, excluded = self._roll_back(decision, further_back)
-        self._report(judgement, table, applied, lr * knobs.lr_factor if applied else lr)
+        report = step_report(
+            judgement,
+            table,
+            self.judge,
+            applied=applied,
+            lr=lr * knobs.lr_factor if applied else lr,
+            time_s=time.perf_counter() - self._clock,
+            position=window.index,
+            attempts=self.outer.attempts,
+        )
+        self._listeners.tell("step", report)
         if decision.incident:
-            self._report_incident(judgement, target, excluded)
+            self._keep_outer()
+            self._listeners.tell("incident", incident_report(judgement, target, excluded))
         if decision.action == "stop":
             self.engine.skip(False)
             raise StopRequested(f"step {decision.step}: {decision.reason}")
@@ -392,7 +392,7 @@ class Coordinator:
             self.outer.applied += 1
         else:
             self._tell("warning", {"message": f"the engine refused step {self.step_index} by itself"})
-        self._remember_lr()
+        self._contracts.remember_lr()
         return applied
 
     def _commit(self, applied: bool, table: StepTable) -> None:
@@ -442,7 +442,7 @@ class Coordinator:
         self.applied = snapshot.step
         self.ring.drop_after(snapshot.step)
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
-        self._remember_lr()
+        self._contracts.remember_lr()
         self._hello()
         if self._store is not None and self._checkpoint.every > 0:
             # The newest commit is what a restart takes: from now on this state, not a later one from the bad stretch.
@@ -467,10 +467,10 @@ class Coordinator:
 
     def _save(self, snapshot: Snapshot) -> None:
         assert self._store is not None
-        counters = self.engine.counters()
-        if counters.steps - self._step_offset != snapshot.step or self.feed.position != snapshot.position:
+        steps = self._contracts.engine_steps()
+        if steps != snapshot.step or self.feed.position != snapshot.position:
             raise CounterMismatch(
-                f"not saved: step {snapshot.step}, engine {counters.steps - self._step_offset}, "
+                f"not saved: step {snapshot.step}, engine {steps}, "
                 f"data window {self.feed.position} against {snapshot.position}"
             )
         if self.judge is not None:
@@ -521,58 +521,6 @@ class Coordinator:
         if self.guarded:
             self._hello()
 
-    # -- contracts --------------------------------------------------------------------------------------------------
-
-    def _remember_lr(self) -> None:
-        self._lr_expected = self.engine.lr()
-
-    def _contract_flags(self) -> int:
-        """What this rank finds wrong with its own bookkeeping; told to all, so that all stop together."""
-        counters = self.engine.counters()
-        flags = 0
-        if counters.schedule is not None:
-            wrong_position = counters.schedule - self._schedule_offset != counters.steps
-            if wrong_position or not math.isclose(
-                self.engine.lr(), self._lr_expected or 0.0, rel_tol=1e-9, abs_tol=0.0
-            ):
-                flags |= Flag.SCHEDULE
-        if counters.steps - self._step_offset != self.applied:
-            flags |= Flag.COUNTERS
-        return flags
-
-    def _check_contracts(self, table: StepTable) -> None:
-        """Errors that all ranks raise together, from the same table."""
-        digests = table.column("digest")
-        if not (digests == digests[0]).all():
-            raise RankDisagreement(
-                f"ranks decided differently at the attempt before {table.attempt}: digests {digests.tolist()}"
-            )
-        counters = self.engine.counters()
-        ranks = table.ranks_flagged(Flag.SCHEDULE)
-        if ranks:
-            raise ScheduleMismatch(
-                f"on rank {', '.join(map(str, ranks))} the LR schedule is not where {self.applied} optimizer steps put it: "
-                f"position {counters.schedule} (expected {self.applied + self._schedule_offset}), "
-                f"LR {self.engine.lr():.8g} (expected {self._lr_expected:.8g}). Something besides the guard steps the scheduler"
-            )
-        ranks = table.ranks_flagged(Flag.COUNTERS)
-        if ranks:
-            raise CounterMismatch(
-                f"on rank {', '.join(map(str, ranks))} the engine counts {counters.steps - self._step_offset} steps, the guard "
-                f"{self.applied}: something besides the guard steps the optimizer"
-            )
-        norms = table.column("local_grad_norm")
-        self._seen |= (norms != 0) | (table.column("nonfinite_backward") > 0)  # NaN != 0: a NaN was received, too
-        self._seen |= (
-            table.column("tokens") == 0 if table.tokens > 0 else False
-        )  # a rank without tokens has no gradient
-        if self.outer.attempts + 1 >= self.config.blind_after and not self._seen.all():
-            blind = table.ranks_where(~self._seen)
-            raise MonitorBlind(
-                f"monitor blind: no gradient reached the guard on rank {', '.join(map(str, blind))} in "
-                f"{self.outer.attempts + 1} steps. Is the wrapped model the one that is trained, and is guard.backward called?"
-            )
-
     # -- when the guard itself breaks ---------------------------------------------------------------------------------
 
     def _guard_failed(self, error: Exception) -> None:
@@ -602,20 +550,7 @@ class Coordinator:
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self._each_listener("event", kind, fields)
-
-    def _each_listener(self, method: str, *args: Any) -> None:
-        for listener in list(self._listeners):
-            try:
-                getattr(listener, method)(*args)
-            except Exception as error:
-                self._listeners.remove(listener)
-                self._pending_flags |= Flag.TELEMETRY_FAILED
-                print(
-                    f"resilient: WARNING: rank {self.exchange.rank}: {type(listener).__name__} failed and is dropped: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        self._listeners.tell("event", kind, fields)
 
     def _report_unguarded(self) -> None:
         """A sign of life now and then: this rank's last micro-step's loss, and nothing that was not measured."""
@@ -623,80 +558,17 @@ class Coordinator:
         lr, scale = self.engine.lr(), self.engine.loss_scale()
         tokens = self._window.tokens * self.exchange.world_size if self._window is not None else 0.0
         seconds = time.perf_counter() - self._clock
-        self._each_listener(
-            "step",
-            StepReport(
-                self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"
-            ),
+        report = StepReport(
+            self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"
         )
+        self._listeners.tell("step", report)
 
-    def _report(self, judgement: Judgement, table: StepTable, applied: bool, lr: float) -> None:
-        assert self.judge is not None
-        named = {k: v for k, v in judgement.observation.values.items() if k in _SHOWN_SIGNALS}
-        named["wait_s"] = float(table.column("wait_s").max())
-        self._each_listener(
-            "step",
-            StepReport(
-                step=table.step,
-                attempt=table.attempt,
-                applied=applied,
-                action=judgement.decision.action,
-                loss=table.loss,
-                grad_norm=table.grad_norm,
-                lr=lr,
-                loss_scale=judgement.observation.values["loss_scale"],
-                tokens=table.tokens,
-                time_s=time.perf_counter() - self._clock,
-                signals=named,
-                ranks={name: _spread(table.column(name)) for name in ("loss", "local_grad_norm")},
-                level=self.judge.level(),
-                budget_left=self.judge.ladder.budget_left(self.outer.attempts),
-                position=self._window.index if self._window is not None else 0,
-            ),
-        )
-
-    def _report_incident(self, judgement: Judgement, target: int | None, excluded: tuple[int, int] | None) -> None:
-        decision, verdict = judgement.decision, judgement.verdict
-        assert verdict is not None
-        if self._outer_path is not None:
-            try:
-                self.outer.write(self._outer_path)
-            except OSError as error:
-                self._pending_flags |= Flag.TELEMETRY_FAILED
-                print(f"resilient: WARNING: {self._outer_path} cannot be written: {error}", file=sys.stderr)
-        self._each_listener(
-            "incident",
-            Incident(
-                step=decision.step,
-                attempt=decision.attempt,
-                cause=verdict.cause,
-                ranks=verdict.ranks,
-                action=f"would {decision.would}" if decision.would else decision.action,
-                onset_step=decision.onset_step,
-                place=verdict.place,
-                target_step=target,
-                skipped_windows=excluded,
-                knobs={}
-                if decision.knobs.neutral
-                else {"lr_factor": decision.knobs.lr_factor, "clip_factor": decision.knobs.clip_factor},
-                confidence=verdict.confidence,
-                evidence=verdict.evidence,
-                reason=decision.reason,
-            ),
-        )
-
-
-def _spread(values: np.ndarray) -> dict[str, Any]:
-    """Median, median absolute deviation and the ranks that stand out (at most four): constant size at any world size."""
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return {"median": math.nan, "spread": math.nan, "outliers": {}}
-    median = float(np.median(finite))
-    spread = float(np.median(np.abs(finite - median)))
-    distance = np.where(np.isfinite(values), np.abs(values - median), np.inf)
-    standing_out = (
-        [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(spread, 1e-12)]
-        if len(values) > 2
-        else list(range(len(values)))
-    )
-    return {"median": median, "spread": spread, "outliers": {str(r): float(values[r]) for r in standing_out}}
+    def _keep_outer(self) -> None:
+        """What outlives a rollback also outlives the process, from the incident on."""
+        if self._outer_path is None:
+            return
+        try:
+            self.outer.write(self._outer_path)
+        except OSError as error:
+            self._pending_flags |= Flag.TELEMETRY_FAILED
+            print(f"resilient: WARNING: {self._outer_path} cannot be written: {error}", file=sys.stderr)

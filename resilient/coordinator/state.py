@@ -70,7 +70,6 @@ class StateKeeper:
         for name, now, then in (
             ("lr", self._engine.lr(), snapshot.lr),
             ("schedule", self._engine.counters().schedule, snapshot.schedule),
-            ("steps", self._engine.counters().steps, snapshot.step),
             ("position", self._feed.state_dict()["window"], snapshot.position),
         ):
             if now != then:

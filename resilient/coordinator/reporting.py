@@ -1,0 +1,118 @@
+"""Telling the outside: a judged attempt as a StepReport or an Incident, and listeners that may fail without harm."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from resilient.coordinator.events import Incident, Listener, StepReport
+from resilient.coordinator.judge import Judge, Judgement
+from resilient.signals import StepTable
+
+_SIGNALS = ("logit_max", "attention_entropy", "loss_max", "weight_norm", "longest", "padding")
+
+
+class Listeners:
+    """All listeners of this rank. One that raises is dropped, loudly; `dropped` says that it has happened."""
+
+    def __init__(self, listeners: Sequence[Listener], rank: int) -> None:
+        self._listeners = list(listeners)
+        self._rank = rank
+        self.dropped = False
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call `method` (step | incident | event) on each."""
+        for listener in list(self._listeners):
+            try:
+                getattr(listener, method)(*args)
+            except Exception as error:
+                self._listeners.remove(listener)
+                self.dropped = True
+                print(
+                    f"resilient: WARNING: rank {self._rank}: {type(listener).__name__} failed and is dropped: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            try:
+                listener.close()
+            except Exception as error:
+                print(f"resilient: closing {type(listener).__name__} failed: {error}", file=sys.stderr)
+        self._listeners.clear()
+
+
+def step_report(
+    judgement: Judgement,
+    table: StepTable,
+    judge: Judge,
+    *,
+    applied: bool,
+    lr: float,
+    time_s: float,
+    position: int,
+    attempts: int,
+) -> StepReport:
+    """What became of one judged attempt. lr: used, or that would have been. position: of the data window."""
+    named = {k: v for k, v in judgement.observation.values.items() if k in _SIGNALS}
+    named["wait_s"] = float(table.column("wait_s").max())
+    return StepReport(
+        step=table.step,
+        attempt=table.attempt,
+        applied=applied,
+        action=judgement.decision.action,
+        loss=table.loss,
+        grad_norm=table.grad_norm,
+        lr=lr,
+        loss_scale=judgement.observation.values["loss_scale"],
+        tokens=table.tokens,
+        time_s=time_s,
+        signals=named,
+        ranks={name: spread(table.column(name)) for name in ("loss", "local_grad_norm")},
+        level=judge.level(),
+        budget_left=judge.ladder.budget_left(attempts),
+        position=position,
+    )
+
+
+def incident_report(judgement: Judgement, target: int | None, excluded: tuple[int, int] | None) -> Incident:
+    """A verdict and what was done about it. target, excluded: of a rollback."""
+    decision, verdict = judgement.decision, judgement.verdict
+    assert verdict is not None
+    knobs = {"lr_factor": decision.knobs.lr_factor, "clip_factor": decision.knobs.clip_factor}
+    return Incident(
+        step=decision.step,
+        attempt=decision.attempt,
+        cause=verdict.cause,
+        ranks=verdict.ranks,
+        action=f"would {decision.would}" if decision.would else decision.action,
+        onset_step=decision.onset_step,
+        place=verdict.place,
+        target_step=target,
+        skipped_windows=excluded,
+        knobs={} if decision.knobs.neutral else knobs,
+        confidence=verdict.confidence,
+        evidence=verdict.evidence,
+        reason=decision.reason,
+    )
+
+
+def spread(values: np.ndarray) -> dict[str, Any]:
+    """Median, median absolute deviation and the ranks that stand out (at most four): constant size at any world size."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {"median": math.nan, "spread": math.nan, "outliers": {}}
+    median = float(np.median(finite))
+    deviation = float(np.median(np.abs(finite - median)))
+    distance = np.where(np.isfinite(values), np.abs(values - median), np.inf)
+    farthest = [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(deviation, 1e-12)]
+    shown = farthest if len(values) > 2 else range(len(values))
+    return {"median": median, "spread": deviation, "outliers": {str(r): float(values[r]) for r in shown}}
