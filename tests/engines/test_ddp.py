@@ -184,6 +184,7 @@ def test_ddp_itself_on_two_ranks() -> None:
     run_pooled(two_ranks, 2, timeout=170)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_three_ranks_replay_from_the_first_step() -> None:
     """A ring's order of addition must not depend on whether a backward is the process's first (see ddp_first.py)."""

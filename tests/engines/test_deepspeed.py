@@ -446,6 +446,7 @@ def second_life(rank: int, world: int, folder: str) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_new_process(tmp_path: Path) -> None:
     """C3: a state saved by one process continues in another one, bit for bit, for every stage and precision."""
