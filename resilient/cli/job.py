@@ -51,12 +51,13 @@ def run(resolved: dict[str, Any], runtime: Runtime) -> int:
                 resume=settings["resume"],
                 on_config_change=settings["on_config_change"],
             )
+            stack.callback(directory.close)
+            resolved = exchange.share(directory.config)  # of a resumed run: the one it began with
+            config = check_job(resolved, runtime)
         except ConfigError as error:
             return fail(error, runtime.rank)
-        stack.callback(directory.close)
-        resolved = exchange.share(directory.config)  # of a resumed run: the one it began with
         os.environ[GENERATION] = str(directory.generation)
-        return _train_to_the_end(check_job(resolved, runtime), resolved, directory, exchange, device, runtime)
+        return _train_to_the_end(config, resolved, directory, exchange, device, runtime)
 
 
 def _train_to_the_end(
@@ -75,7 +76,12 @@ def _train_to_the_end(
         signal.signal(signal.SIGUSR1, lambda *_: guard.preempt())
         try:
             eval_loss = train(
-                guard, evaluate, steps=config.run.steps, eval_every=config.run.eval_every, objective=objective
+                guard,
+                evaluate,
+                steps=config.run.steps,
+                eval_every=config.run.eval_every,
+                probe_every=config.model.probe_every,
+                objective=objective,
             )
             guard.finish("done", eval_loss=eval_loss)
         finally:
