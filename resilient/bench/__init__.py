@@ -1,0 +1,1 @@
+"""The benchmarks that back the figures in README and docs."""

@@ -1,0 +1,1 @@
+"""The step loop: exchange, judge, act, commit, the same on every rank. Start with coordinator.py."""

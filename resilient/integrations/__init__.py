@@ -1,0 +1,1 @@
+"""The guard where people already are: their own training loop."""
