@@ -38,7 +38,7 @@ class GuardError(ResilientError):
 
 class ExchangeFailed(GuardError):
     """The ranks could not meet: one is gone, late beyond the deadline, or out of step. Raised to the loop only where
-    going on unguarded would leave the ranks in different states (in the middle of a rollback or a save)."""
+    going on unguarded would leave the ranks in different states (in the middle of a rollback, or at the start)."""
 
     exit_code = ExitCode.RESTART
 

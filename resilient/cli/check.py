@@ -9,6 +9,7 @@ from resilient import faults
 from resilient.cli.argv import Runtime
 from resilient.cli.convert import collect
 from resilient.cli.errors import all_in_one
+from resilient.engines.base import engine_problems
 from resilient.errors import ConfigError
 from resilient.train.config import JobConfig
 
@@ -25,26 +26,11 @@ def check_job(resolved: Mapping[str, Any], runtime: Runtime) -> JobConfig:
     except ConfigError as error:
         problems.append(str(error))
     if whole:
-        _engine(job, problems)
+        problems += engine_problems(job.engine)
         _run(job, problems)
     if problems:
         raise all_in_one(problems)
     return job
-
-
-def _engine(job: JobConfig, problems: list[str]) -> None:
-    engine = job.engine
-    if engine.name != "deepspeed":
-        if engine.precision == "fp16":
-            problems.append(f"engine.precision=fp16: {engine.name} has no loss scaler; use bf16 or a deepspeed engine")
-        if engine.zero_stage != 0:
-            problems.append(f"engine.zero_stage={engine.zero_stage}: only a deepspeed engine shards by ZeRO stage")
-        if engine.deepspeed:
-            problems.append(f"engine.deepspeed: {engine.name} does not read it; choose a deepspeed engine")
-    elif engine.zero_stage not in (0, 1, 2, 3):
-        problems.append(f"engine.zero_stage={engine.zero_stage}: must be 0, 1, 2 or 3")
-    if not engine.bucket_mb > 0:
-        problems.append(f"engine.bucket_mb={engine.bucket_mb}: must be positive")
 
 
 def _run(job: JobConfig, problems: list[str]) -> None:

@@ -346,9 +346,8 @@ class Coordinator:
         assert self.judge is not None and window is not None
         self.outer.attempts += 1
         self.outer.nonfinite_loss += int(table.column("nonfinite_loss").sum() + table.column("nonfinite_forward").sum())
-        self.outer.nonfinite_grad += int(
-            (table.column("nonfinite_backward") > 0).any() or "reduction" in table.nonfinite()
-        )
+        in_reduction = any(f.place == "reduction" for f in judgement.findings)
+        self.outer.nonfinite_grad += int((table.column("nonfinite_backward") > 0).any() or in_reduction)
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
         if decision.incident and self._scene is not None and self.judge.ladder.refused_in_a_row == 0:
@@ -459,8 +458,8 @@ class Coordinator:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
-        if self._store is None or self.applied == self._last_checkpoint:
-            return
+        if self._store is None or not self._exchange_works or self.applied == self._last_checkpoint:
+            return  # without votes no checkpoint can be committed
         every = self._checkpoint.every
         if asked or (applied and every > 0 and self.applied % every == 0):
             self._save(snapshot or self._state.capture(self.applied, self.outer.attempts))
@@ -473,9 +472,11 @@ class Coordinator:
                 f"not saved: step {snapshot.step}, engine {steps}, "
                 f"data window {self.feed.position} against {snapshot.position}"
             )
-        if self.judge is not None:
-            self.outer.policy = self.judge.ladder.state_dict()
-        saved = self._store.save(snapshot, self.outer.as_dict())
+        try:
+            saved = self._store.save(snapshot, self.outer.as_dict())
+        except ExchangeFailed as error:  # nothing was committed, and training does not depend on it
+            self._exchange_works = False
+            return self._guard_failed(error)
         if saved:
             self._last_checkpoint = snapshot.step
             self._tell("checkpoint", {"step": snapshot.step})
@@ -490,8 +491,8 @@ class Coordinator:
 
     def save_final(self) -> None:
         """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
-        if self._store is not None and self._checkpoint.every > 0 and self._last_checkpoint != self.applied:
-            self._save(self._state.capture(self.applied, self.outer.attempts))
+        if self._checkpoint.every > 0:
+            self._save_if_due(applied=True, asked=True, snapshot=None)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -519,7 +520,11 @@ class Coordinator:
         self.feed.next_epoch()
         self._have_next = np.ones_like(self._have_next)
         if self.guarded:
-            self._hello()
+            try:
+                self._hello()
+            except ExchangeFailed as error:
+                self._exchange_works = False
+                self._guard_failed(error)
 
     # -- when the guard itself breaks ---------------------------------------------------------------------------------
 
@@ -542,8 +547,7 @@ class Coordinator:
         applied = self._apply(None, Knobs())
         self.outer.skipped += not applied
         self.feed.peek()
-        if self._exchange_works:
-            self._save_if_due(applied, False, None)
+        self._save_if_due(applied, False, None)
         if applied and self.applied % _UNGUARDED_REPORT_EVERY == 0 and self._listeners:
             self._report_unguarded()
 

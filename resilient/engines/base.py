@@ -42,6 +42,27 @@ class EngineConfig:
     deepspeed: Mapping[str, Any] | None = None
 
 
+def engine_problems(config: EngineConfig) -> list[str]:
+    """What cannot work together in it, each naming its full key; empty when all is well."""
+    problems = []
+    if config.name not in ("ddp", "fsdp2", "deepspeed"):
+        problems.append(f"engine.name={config.name}: must be ddp, fsdp2 or deepspeed")
+    if config.precision not in ("fp32", "bf16", "fp16"):
+        problems.append(f"engine.precision={config.precision}: must be fp32, bf16 or fp16")
+    if config.name != "deepspeed":
+        if config.precision == "fp16":
+            problems.append(f"engine.precision=fp16: {config.name} has no loss scaler; use bf16 or a deepspeed engine")
+        if config.zero_stage != 0:
+            problems.append(f"engine.zero_stage={config.zero_stage}: only a deepspeed engine shards by ZeRO stage")
+        if config.deepspeed:
+            problems.append(f"engine.deepspeed: {config.name} does not read it; choose a deepspeed engine")
+    elif config.zero_stage not in (0, 1, 2, 3):
+        problems.append(f"engine.zero_stage={config.zero_stage}: must be 0, 1, 2 or 3")
+    if not config.bucket_mb > 0:
+        problems.append(f"engine.bucket_mb={config.bucket_mb}: must be positive")
+    return problems
+
+
 @dataclass(frozen=True)
 class Taps:
     """Measurements of one window, as 0-dim float tensors on the engine's device.

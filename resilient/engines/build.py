@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from resilient.engines.base import Engine, EngineConfig
+from resilient.engines.base import Engine, EngineConfig, engine_problems
 from resilient.engines.ddp import DDPEngine
 from resilient.engines.fsdp2 import FSDP2Engine
 from resilient.errors import ConfigError
@@ -68,26 +68,10 @@ def build_engine(
 
 def check_engine_config(config: EngineConfig) -> None:
     """Raises ConfigError for values that cannot work together. Needs no process group."""
-    if config.name not in ("ddp", "fsdp2", "deepspeed"):
-        raise ConfigError(f"engine.name={config.name}: must be ddp, fsdp2 or deepspeed")
-    if config.precision not in ("fp32", "bf16", "fp16"):
-        raise ConfigError(f"engine.precision={config.precision}: must be fp32, bf16 or fp16")
-    if not config.bucket_mb > 0:
-        raise ConfigError(f"engine.bucket_mb={config.bucket_mb}: must be positive")
-    if config.name == "deepspeed":
-        if config.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"engine.zero_stage={config.zero_stage}: must be 0, 1, 2 or 3")
-        return
-    if config.precision == "fp16":
-        raise ConfigError(
-            f"engine.precision=fp16 with engine.name={config.name}: fp16 needs a DeepSpeed engine: its dynamic loss scaler"
-        )
-    if config.zero_stage != 0:
-        raise ConfigError(
-            f"engine.zero_stage={config.zero_stage} with engine.name={config.name}: only DeepSpeed has stages"
-        )
-    if config.deepspeed:
-        raise ConfigError(f"engine.deepspeed is set with engine.name={config.name}: only DeepSpeed reads it")
+    problems = engine_problems(config)
+    if problems:
+        which = f"engine.precision={config.precision} with engine.name={config.name}"
+        raise ConfigError(f"{which} cannot be built: {'; '.join(problems)}")
 
 
 def _replicate(module: nn.Module, bucket_mb: float, device: torch.device) -> nn.Module:

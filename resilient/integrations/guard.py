@@ -100,9 +100,9 @@ class Guard:
             engine.close()  # no hook, no tap: nothing is measured
         else:
             judge = Judge(build_detectors(detector or DetectorConfig()), Ladder(self.policy))
-        self.run = run_dir if run_dir is None or isinstance(run_dir, RunDirectory) else None
-        if run_dir is not None and self.run is None:
-            self.run = open_run(run_dir, config or {}, exchange, resume=resume)  # type: ignore[arg-type]
+        if run_dir is not None and not isinstance(run_dir, RunDirectory):
+            run_dir = open_run(run_dir, config or {}, exchange, resume=resume)
+        self.run: RunDirectory | None = run_dir
         store = None
         if self.run is not None:
             store = FilesystemStore(

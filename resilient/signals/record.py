@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-
-from resilient.signals.places import Place
 
 # The wire format: one float64 per name, in this order. float64 keeps integers exact up to 2**53, so counters and
 # 48-bit digests ride along unharmed. Append only; every reader goes by name.
@@ -177,24 +175,6 @@ class StepTable:
     def ranks_flagged(self, flag: int) -> tuple[int, ...]:
         return self.ranks_where(self.column("flags").astype(np.int64) & flag != 0)
 
-    def nonfinite(self) -> dict[Place, tuple[int, ...]]:
-        """Where the attempt first went non-finite: place -> ranks. Empty when everything was finite.
-
-        `reduction` is reported only when every local gradient was finite and the reduced one is not (BR-03)."""
-        found: dict[Place, tuple[int, ...]] = {}
-        for place, column in (
-            ("forward", "nonfinite_forward"),
-            ("loss", "nonfinite_loss"),
-            ("backward", "nonfinite_backward"),
-        ):
-            ranks = self.ranks_where(self.column(column) > 0)
-            if ranks:
-                found[place] = ranks  # type: ignore[index]
-        if not found and not math.isfinite(self.grad_norm):
-            bad = ~np.isfinite(self.column("reduced_sq_share"))
-            found["reduction"] = self.ranks_where(bad)
-        return found
-
     def observation(self) -> Observation:
         """The table as detectors read it: global signals plus per-rank columns."""
         values = {
@@ -231,4 +211,3 @@ class StepTable:
 
 
 assert set(COLUMNS) == {f for f in StepRecord.__dataclass_fields__}, "StepRecord and the wire format differ"
-assert get_args(Place), "places must be a Literal"

@@ -398,3 +398,38 @@ def test_a_copy_of_the_guarded_model_is_free_of_the_guard():
     average(torch.zeros(1, 2, dtype=torch.long)).mul_(float("nan"))
     assert float(guard._coordinator._measure._output.peak) == 0.0
     guard.close()
+
+
+def finishing(rank: int, world: int, folder: str) -> tuple[str, int, list[str]]:
+    model, optimizer, scheduler = build(world)
+    guard, ear = guarded(
+        model,
+        optimizer,
+        scheduler,
+        batches(10, rank),
+        guard=GuardConfig(exchange_timeout_s=3.0),
+        run_dir=f"{folder}/run",
+        checkpoint=CheckpointConfig(every=4),
+    )
+    coordinator = guard._coordinator
+    if rank == 1:
+        vote = coordinator._store._vote
+
+        def lost(ok: bool) -> bool:
+            if guard.applied >= 4:
+                raise resilient.errors.ExchangeFailed("this rank does not come to the vote")
+            return vote(ok)
+
+        coordinator._store._vote = lost
+    with contextlib.redirect_stderr(io.StringIO()):
+        run_loop(guard, model)
+        summary = guard.finish("done")
+    failed = [f["message"] for kind, f in ear.events if kind == "guard_failed"]
+    guard.close()
+    return str(summary.get("status", "done")), guard.applied, failed
+
+
+def test_a_save_that_cannot_be_voted_on_neither_kills_the_job_nor_its_end(tmp_path):
+    for status, applied, failed in run_pooled(finishing, 2, str(tmp_path), timeout=60):
+        assert (status, applied) == ("done", 10)
+        assert len(failed) == 1 and "step 5" in failed[0]
