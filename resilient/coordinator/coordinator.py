@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -352,11 +353,11 @@ class Coordinator:
         further_back = self.judge.ladder.repeats  # before this decision is booked
         if decision.incident and self._scene is not None and self.judge.ladder.refused_in_a_row == 0:
             self._scene(decision, window.batches, self.engine)
-        self.judge.settle(judgement)
-        self.outer.policy = self.judge.ladder.state_dict()
         applied, target, excluded = False, None, None
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
+        alarms = self.judge.settle(judgement, applied)
+        self.outer.policy = self.judge.ladder.state_dict()
         self.outer.skipped += not applied  # before a rollback: the counters add up in the checkpoint that it commits
         if decision.action == "skip":
             self.engine.skip(decision.overflow)
@@ -373,6 +374,8 @@ class Coordinator:
             attempts=self.outer.attempts,
         )
         self._listeners.tell("step", report)
+        for alarm in alarms:
+            self._tell("alarm", asdict(alarm))
         if decision.incident:
             self._keep_outer()
             self._listeners.tell("incident", incident_report(judgement, target, excluded))

@@ -30,7 +30,9 @@ class StepReport:
     ranks: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
     )  # signal -> {median, spread, outliers: {rank: value}}
-    level: str = ""  # stability letter
+    level: str = ""  # stability letter, A-E
+    stability: float | None = None  # 100 calm .. 0 broken; None: not judged
+    drivers: tuple[tuple[str, float], ...] = ()  # (signal/statistic, share) behind a stability below 100
     budget_left: int = 0
     position: int = 0  # data windows consumed so far
 
@@ -62,6 +64,6 @@ class Listener(Protocol):
     def incident(self, incident: Incident) -> None: ...
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """kind: start | resume | snapshot | checkpoint | rollback | evaluation | warning | guard_failed | end."""
+        """kind: start | resume | snapshot | checkpoint | rollback | evaluation | alarm | warning | guard_failed | end."""
 
     def close(self) -> None: ...

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from resilient.detectors import Detector
+from resilient.detectors import Monitor
 from resilient.diagnosis import diagnose
 from resilient.policies import Ladder
-from resilient.signals import Decision, Finding, Observation, StepTable, Verdict
-
-_LEVEL_MEMORY = 20  # attempts that the letter looks back on
+from resilient.signals import Alarm, Decision, Finding, Observation, StabilityLevel, StepTable, Verdict
 
 
 @dataclass(frozen=True)
@@ -26,17 +23,16 @@ class Judgement:
 
 
 class Judge:
-    """Detectors (rewound with the weights) and the ladder (which outlives a rollback)."""
+    """The monitor (rewound with the weights) and the ladder (which outlives a rollback)."""
 
-    def __init__(self, detectors: Sequence[Detector], ladder: Ladder) -> None:
-        self.detectors = list(detectors)
+    def __init__(self, monitor: Monitor, ladder: Ladder) -> None:
+        self.monitor = monitor
         self.ladder = ladder
-        self._recent: deque[int] = deque(maxlen=_LEVEL_MEMORY)
 
     def judge(self, table: StepTable, *, dynamic_scale: bool, targets: Callable[[int], int]) -> Judgement:
         """targets(onset_step): how many snapshots lie safely before that step."""
         observation = table.observation()
-        findings = tuple(f for d in self.detectors for f in d.observe(observation))
+        findings = self.monitor.observe(observation)
         verdict = diagnose(
             observation,
             findings,
@@ -48,26 +44,21 @@ class Judge:
         decision = self.ladder.decide(verdict, step=table.step, attempt=table.attempt, targets=available)
         return Judgement(observation, findings, verdict, decision)
 
-    def settle(self, judgement: Judgement) -> None:
-        """Let the attempt into the references and book the decision."""
-        for detector in self.detectors:
-            detector.absorb(judgement.observation, judgement.findings)
-        self.ladder.settle(judgement.decision)
-        decision = judgement.decision
-        worst = max((int(f.severity) for f in judgement.findings), default=0)
-        if decision.overflow and not decision.incident:
-            worst = 0
-        self._recent.append(4 if decision.action in ("rollback", "stop") else worst)
+    def settle(self, judgement: Judgement, applied: bool) -> tuple[Alarm, ...]:
+        """Let the attempt into the references and book the decision. applied: the optimizer took the step.
 
-    def level(self) -> str:
-        """A: quiet; B: watched; C: warned; D: a step was refused; E: rolled back or stopped. Worst of the last 20
-        attempts. The calibrated stability level replaces this letter's rule, not the letter."""
-        return "ABCDE"[max(self._recent, default=0)] if self._recent else "A"
+        Returns what is worth telling a person. Before a rollback, which then rewinds the monitor."""
+        alarms = self.monitor.absorb(judgement.observation, judgement.findings, applied)
+        self.ladder.settle(judgement.decision)
+        return alarms
+
+    def level(self) -> StabilityLevel:
+        """Stability after the attempts settled so far."""
+        return self.monitor.level()
 
     def state_dict(self) -> dict[str, Any]:
-        """Detector state only: it is rewound together with the weights."""
-        return {d.name: d.state_dict() for d in self.detectors}
+        """Monitor state only: it is rewound together with the weights."""
+        return self.monitor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for detector in self.detectors:
-            detector.load_state_dict(state[detector.name])
+        self.monitor.load_state_dict(state)

@@ -63,6 +63,7 @@ def step_report(
 ) -> StepReport:
     """What became of one judged attempt. lr: used, or that would have been. position: of the data window."""
     named = {k: v for k, v in judgement.observation.values.items() if k in _SIGNALS}
+    level = judge.level()
     named["wait_s"] = float(table.column("wait_s").max())
     return StepReport(
         step=table.step,
@@ -77,7 +78,9 @@ def step_report(
         time_s=time_s,
         signals=named,
         ranks={name: spread(table.column(name)) for name in ("loss", "local_grad_norm")},
-        level=judge.level(),
+        level=level.letter,
+        stability=level.number,
+        drivers=level.drivers,
         budget_left=judge.ladder.budget_left(attempts),
         position=position,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from resilient.detectors.base import Detector
 from resilient.detectors.config import CrossRankConfig, DetectorConfig, PointConfig
 from resilient.detectors.crossrank import CrossRankOutlier
+from resilient.detectors.monitor import Monitor
 from resilient.detectors.nonfinite import NonFinite
 from resilient.detectors.point import PointOutlier
 
@@ -13,10 +14,12 @@ __all__ = [
     "CrossRankOutlier",
     "Detector",
     "DetectorConfig",
+    "Monitor",
     "NonFinite",
     "PointConfig",
     "PointOutlier",
     "build_detectors",
+    "build_monitor",
 ]
 
 
@@ -28,3 +31,8 @@ def build_detectors(config: DetectorConfig) -> list[Detector]:
     detectors += [PointOutlier(c) for c in config.point]
     detectors += [CrossRankOutlier(c) for c in config.cross_rank]
     return detectors
+
+
+def build_monitor(config: DetectorConfig) -> Monitor:
+    """The configured detectors as one monitor."""
+    return Monitor(build_detectors(config))

@@ -50,6 +50,7 @@ class CrossRankOutlier:
                     step=observation.step,
                     onset_step=self._onset.get(int(rank), observation.step),
                     ranks=(int(rank),),
+                    statistic="ranks",
                     place="loss" if self.config.signal == "loss" else "backward",
                     value=value,
                     reference=float(np.exp(x[rank] - gap[rank])),
@@ -58,14 +59,14 @@ class CrossRankOutlier:
             )
         return findings
 
-    def absorb(self, observation: Observation, findings: Sequence[Finding]) -> None:
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
         mine = {r for f in findings if f.detector == self.name for r in f.ranks}
         for rank in mine:
             self._onset.setdefault(rank, observation.step)
         for rank in [r for r in self._onset if r not in mine]:
             del self._onset[rank]
         x = self._log(observation)
-        if x is None or mine or any(f.severity is Severity.ACT for f in findings):
+        if x is None or mine or not applied:
             return
         self._gap.append(_gap_to_peers(x, observation.peers))
         self._own.append(x)

@@ -56,11 +56,12 @@ class NonFinite:
             step=observation.step,
             onset_step=observation.step,
             ranks=ranks,
+            statistic="nonfinite",
             place=place,
             message=f"non-finite value on {who}, first seen in {place}",
         )
 
-    def absorb(self, observation: Observation, findings: Sequence[Finding]) -> None:
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
         """Nothing to remember."""
 
     def state_dict(self) -> dict[str, Any]:

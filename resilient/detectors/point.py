@@ -63,7 +63,7 @@ class PointOutlier:
             )
         ]
 
-    def absorb(self, observation: Observation, findings: Sequence[Finding]) -> None:
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
         x = self._transform(observation.values.get(self.config.signal))
         if x is None:
             return
@@ -75,8 +75,8 @@ class PointOutlier:
                 self._accepted.extend(self._streak)  # the level moves; residuals and so the scale stay
                 self._streak.clear()
             return
-        if any(f.severity is Severity.ACT for f in findings):
-            return  # someone else refused this attempt: its values are no reference
+        if not applied:
+            return  # refused for another reason: its values are no reference
         self._streak.clear()
         if self._accepted:
             self._residuals.append(abs(x - median(self._accepted)))

@@ -33,7 +33,7 @@ from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import WindowFeed, count_tokens
 from resilient.coordinator.judge import Judge
 from resilient.coordinator.outer import Outer
-from resilient.detectors import DetectorConfig, build_detectors
+from resilient.detectors import DetectorConfig, build_monitor
 from resilient.engines.base import Engine
 from resilient.errors import ConfigError, ExitCode, ResilientError
 from resilient.incidents.scene import SceneKeeper
@@ -99,7 +99,7 @@ class Guard:
         if self.policy.mode == "off":
             engine.close()  # no hook, no tap: nothing is measured
         else:
-            judge = Judge(build_detectors(detector or DetectorConfig()), Ladder(self.policy))
+            judge = Judge(build_monitor(detector or DetectorConfig()), Ladder(self.policy))
         if run_dir is not None and not isinstance(run_dir, RunDirectory):
             run_dir = open_run(run_dir, config or {}, exchange, resume=resume)
         self.run: RunDirectory | None = run_dir

@@ -1,6 +1,17 @@
 """What is measured: the schema of a step's record and the vocabulary of what follows from it."""
 
-from resilient.signals.findings import Action, Cause, Decision, Finding, Knobs, Severity, Verdict
+from resilient.signals.findings import (
+    Action,
+    Alarm,
+    Cause,
+    Decision,
+    Finding,
+    Forecast,
+    Knobs,
+    Severity,
+    StabilityLevel,
+    Verdict,
+)
 from resilient.signals.places import PLACES, Place
 from resilient.signals.record import COLUMNS, Flag, Kind, Observation, StepRecord, StepTable
 
@@ -8,15 +19,18 @@ __all__ = [
     "COLUMNS",
     "PLACES",
     "Action",
+    "Alarm",
     "Cause",
     "Decision",
     "Finding",
     "Flag",
+    "Forecast",
     "Kind",
     "Knobs",
     "Observation",
     "Place",
     "Severity",
+    "StabilityLevel",
     "StepRecord",
     "StepTable",
     "Verdict",

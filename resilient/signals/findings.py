@@ -40,6 +40,51 @@ class Finding:
     value: float | None = None
     reference: float | None = None
     message: str = ""
+    statistic: str = "point"  # family: nonfinite | point | level | scale | trend | drop | ranks | gap
+    onset_confidence: float = 1.0  # 0..1: how sure the onset step is; a sharp jump is sure, a slow drift is not
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A finding of severity warn or act that is news: the first of its episode, an escalation, or a reminder.
+
+    What a person is told, in the journal of a live run and by `resilient analyze` alike."""
+
+    step: int
+    severity: Literal["warn", "act"]
+    signal: str
+    statistic: str
+    score: float
+    onset_step: int
+    onset_confidence: float
+    message: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Growth law fitted to a deteriorating signal, and the steps left until it blows up.
+
+    supported False: the fit does not justify a number; `reason` says why and the steps are None."""
+
+    supported: bool
+    reason: str
+    signal: str = ""
+    model: Literal["power", "exponential", ""] = ""
+    steps: float | None = None  # to blow-up, from this step on
+    low: float | None = None  # 80 % interval of `steps`
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class StabilityLevel:
+    """How stable the run is at one step (S2). number: 100 calm .. 0 broken. letter: A calm, B watched, C warned,
+    D acting, E broken. drivers: (signal/statistic, share of the missing stability 0..1), largest first."""
+
+    number: float = 100.0
+    letter: Literal["A", "B", "C", "D", "E"] = "A"
+    drivers: tuple[tuple[str, float], ...] = ()
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ STEP_FIELDS = (
     "tokens",
     "time_s",
     "level",
+    "stability",
+    "drivers",
     "budget_left",
     "position",
 )

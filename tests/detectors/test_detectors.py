@@ -32,7 +32,7 @@ def feed(detector: Detector, observations: list[Observation]) -> list[list[Findi
     found = []
     for observation in observations:
         findings = detector.observe(observation)
-        detector.absorb(observation, findings)
+        detector.absorb(observation, findings, all(f.severity < Severity.ACT for f in findings))
         found.append(findings)
     return found
 
@@ -90,7 +90,7 @@ class TestPoint:
         feed(detector, healthy(50))
         before = detector.state_dict()
         other = Finding("nonfinite", "grad_norm", Severity.ACT, math.inf, 51, 51)
-        detector.absorb(loss_at(51, 3.0), [other])
+        detector.absorb(loss_at(51, 3.0), [other], False)
         assert detector.state_dict() == before
 
     @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))

@@ -1,0 +1,1 @@
+"""Logs: readers for training logs that others wrote, and the analysis of what they say. No torch."""
