@@ -276,7 +276,7 @@ def broken(rank: int, world: int, how: str, on_failure: Any, folder: str) -> dic
                 raise ZeroDivisionError("a bug in a detector")
             return []
 
-        coordinator.judge.detectors[0].observe = explode
+        coordinator.judge.monitor.detectors[0].observe = explode
     elif how == "measurement raises on one rank" and rank == 1:
 
         def odd(output: Any) -> None:
