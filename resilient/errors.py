@@ -32,6 +32,10 @@ class ConfigError(ResilientError):
     exit_code = ExitCode.BAD_CONFIG
 
 
+class UnreadableLog(ConfigError):
+    """A training log that is missing, is no log, or holds no point. The message says what was tried and what to do."""
+
+
 class GuardError(ResilientError):
     """The guard itself broke (exchange timed out, a detector raised, the journal cannot be written)."""
 
@@ -67,6 +71,10 @@ class DataPositionError(ResilientError):
 
 class MonitorBlind(ResilientError):
     """A registered statistic never received a value on some rank (BR-47)."""
+
+
+class GradientsLeft(ResilientError):
+    """Gradient buffers were not empty when a window began: the step would use old gradients, too (BR-04)."""
 
 
 class CheckpointError(ResilientError):

@@ -29,6 +29,7 @@ _LAYERS = (
 )
 # Rooms of one layer that still may see each other, and in which direction.
 _SIDEWAYS = {
+    ("logs", "telemetry"),
     ("train", "integrations"),
     ("bench", "train"),
     ("bench", "integrations"),

@@ -13,8 +13,12 @@ from resilient.errors import ConfigError, ExitCode, ResilientError
 COMMANDS = {
     "train": "train the reference job under the guard; -m runs a sweep",
     "launch": "run a training command and restart it when it dies",
+    "analyze": "read any training log: what happened, when it began, what to do",
+    "watch": "follow a run or a log from outside: level, alarms, calls for help",
+    "request": "ask a live run for a checkpoint, a stop, a rollback or another LR",
     "report": "write one HTML page about a run",
     "compare": "compare the runs of a sweep",
+    "bench": "the benchmarks behind the figures: detection, overhead",
     "demo": "break a small run in several ways, with and without the guard",
 }
 

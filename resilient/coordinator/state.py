@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from resilient.checkpoint.rng import capture_rng, restore_rng
@@ -47,7 +48,7 @@ class StateKeeper:
         try:
             self._engine.restore(snapshot.parts["engine"])
             if self._judge is not None and snapshot.parts["judge"]:
-                self._judge.load_state_dict(snapshot.parts["judge"])
+                self._judge.load_state_dict(_to_arrays(snapshot.parts["judge"]))
             self._feed.load_state_dict(snapshot.parts["data"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(
@@ -82,5 +83,18 @@ class StateKeeper:
                 "engine": self._engine.capture(),
                 "rng": capture_rng(self._engine.device),
                 "data": self._feed.state_dict(),
-                "judge": self._judge.state_dict() if self._judge is not None else {},
+                "judge": _to_tensors(self._judge.state_dict()) if self._judge is not None else {},
             }
+
+
+def _to_tensors(state: Any) -> Any:
+    """Detectors are numpy only; snapshots are made of tensors: those are digested fast and load without unsafe pickle."""
+    if isinstance(state, dict):
+        return {key: _to_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+
+
+def _to_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _to_arrays(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state

@@ -1,23 +1,46 @@
-"""Detectors: one statistic family per file, pure, numpy only."""
+"""Detectors: what the statistics of a run say about it. Pure, numpy only; the same code in a run, over a log, in a simulation.
+
+series      every signal over time: point, level, drift, trend, scale (statistics.py, tail.py, specs.py)
+crossrank   one rank against the others
+nonfinite   NaN and Inf, and where they began
+drops       the fp16 loss scale falling
+collapse    silent collapse: evaluation and output statistics
+layers      several layers losing control together, and the first of them
+monitor     all of them over one stream: findings, alarms, the stability level (stability.py)
+"""
 
 from __future__ import annotations
 
 from resilient.detectors.base import Detector
-from resilient.detectors.config import CrossRankConfig, DetectorConfig, PointConfig
+from resilient.detectors.collapse import Collapse
+from resilient.detectors.config import (
+    CollapseConfig,
+    CrossRankConfig,
+    DetectorConfig,
+    DropsConfig,
+    SeriesConfig,
+    Targets,
+)
 from resilient.detectors.crossrank import CrossRankOutlier
+from resilient.detectors.drops import LossScaleDrops
 from resilient.detectors.monitor import Monitor
 from resilient.detectors.nonfinite import NonFinite
-from resilient.detectors.point import PointOutlier
+from resilient.detectors.series import Series
 
 __all__ = [
+    "Collapse",
+    "CollapseConfig",
     "CrossRankConfig",
     "CrossRankOutlier",
     "Detector",
     "DetectorConfig",
+    "DropsConfig",
+    "LossScaleDrops",
     "Monitor",
     "NonFinite",
-    "PointConfig",
-    "PointOutlier",
+    "Series",
+    "SeriesConfig",
+    "Targets",
     "build_detectors",
     "build_monitor",
 ]
@@ -25,14 +48,17 @@ __all__ = [
 
 def build_detectors(config: DetectorConfig) -> list[Detector]:
     """All configured detectors, in a fixed order (the order is part of every rank's identical judgement)."""
-    detectors: list[Detector] = [NonFinite()]
     if config.name == "nonfinite_only":
-        return detectors
-    detectors += [PointOutlier(c) for c in config.point]
-    detectors += [CrossRankOutlier(c) for c in config.cross_rank]
-    return detectors
+        return [NonFinite()]
+    return [
+        NonFinite(),
+        Series(config.series, config.targets),
+        *(CrossRankOutlier(c) for c in config.cross_rank),
+        LossScaleDrops(config.drops),
+        Collapse(config.collapse),
+    ]
 
 
 def build_monitor(config: DetectorConfig) -> Monitor:
     """The configured detectors as one monitor."""
-    return Monitor(build_detectors(config))
+    return Monitor(build_detectors(config), config.targets)

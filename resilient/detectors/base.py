@@ -27,6 +27,6 @@ class Detector(Protocol):
         applied: the optimizer took this step (a log row without the word: it did)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain Python values only."""
+        """Plain values and numpy arrays, independent of later changes."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,24 +1,42 @@
-"""Constants of the detectors. Units: robust sigmas of a log-scaled signal, steps, nats."""
+"""Constants of the detectors, in one place. Units: robust sigmas, log units (0.1 is about 10 %), steps.
+
+Where they come from: the thresholds are the smallest round numbers that keep synthetic healthy runs (Gaussian to
+Student-t3 noise, autocorrelated) at the default targets; public training logs were used to check them, and none is fitted
+to a single run. docs/detectors.md has the measured figures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True)
-class PointConfig:
-    """Point outlier of one signal (detectors/point.py)."""
+class Targets:
+    """False alarms per 10,000 healthy steps and signal that each severity may cost."""
 
-    signal: str
-    act: float = 12.0
-    warn: float = 8.0
-    floor: float = 0.05  # smallest scale, in the units of the (log) signal
-    level: int = 9  # accepted values behind the running median
-    history: int = 128  # residuals behind the scale
-    min_history: int = 12
-    accept_after: int = 24  # alarms in a row after which a new level is accepted, with a warning
-    log: bool = True
+    watch: float = 5.0
+    warn: float = 1.0
+    act: float = 0.1
+
+
+@dataclass(frozen=True)
+class SeriesConfig:
+    """Statistics of one signal over time (detectors/series.py).
+
+    least_*: smallest score at which a statistic may warn at the default target, whatever the run's own tail says.
+    A signal's `strictness` (detectors/specs.py) multiplies all but `least_scale`."""
+
+    start: int = 32  # points before any statistic speaks
+    trend_after: int = 96  # points before level, drift and trend speak
+    scale_after: int = 608  # points before the dispersion speaks: its window, and a reference five times as long
+    accept_after: int = 48  # points off in a row after which a new level is accepted, with a warning
+    suspect: float = 5.0  # robust sigmas; a point beyond does not enter the references
+    cooldown: int = 24  # points after an alarm that do not count as healthy history
+    least_point: float = 8.0  # where one logged point stands for several steps
+    least_single: float = 14.0  # where every step is logged: one odd batch is no alarm unless it is giant
+    least_confirmed: float = 6.5
+    least_trend: float = 5.5  # level, drift and trend
+    least_scale: float = 0.36  # relative widening of the step-to-step differences
 
 
 @dataclass(frozen=True)
@@ -35,12 +53,32 @@ class CrossRankConfig:
 
 
 @dataclass(frozen=True)
+class DropsConfig:
+    """Consecutive drops of the fp16 loss scale (detectors/drops.py)."""
+
+    window: int = 100  # steps looked back on
+    warn: int = 3  # drops in the window, below the lowest value that has held
+    act: int = 6
+    settle: int = 500  # steps from the start in which the scaler is still finding its level
+
+
+@dataclass(frozen=True)
+class CollapseConfig:
+    """Silent collapse (detectors/collapse.py)."""
+
+    gap: float = 0.15  # share by which evaluation loss may exceed its best before it counts, while training loss falls
+    patience: int = 3  # evaluations in a row
+    repetition: float = 0.5  # share of repeated n-grams in sampled text
+    entropy_share: float = 0.3  # output entropy below this share of its best
+
+
+@dataclass(frozen=True)
 class DetectorConfig:
-    """conf/detector: which detectors run."""
+    """conf/detector: which detectors run, and how often they may be wrong."""
 
     name: Literal["default", "nonfinite_only"] = "default"
-    point: tuple[PointConfig, ...] = (
-        PointConfig(signal="loss", floor=0.02),
-        PointConfig(signal="grad_norm", floor=0.15),
-    )
+    targets: Targets = field(default_factory=Targets)
+    series: SeriesConfig = field(default_factory=SeriesConfig)
+    drops: DropsConfig = field(default_factory=DropsConfig)
+    collapse: CollapseConfig = field(default_factory=CollapseConfig)
     cross_rank: tuple[CrossRankConfig, ...] = (CrossRankConfig(), CrossRankConfig(signal="loss", floor=0.04))

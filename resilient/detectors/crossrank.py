@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from resilient.detectors.config import CrossRankConfig
-from resilient.detectors.point import MAD_TO_SIGMA
 from resilient.signals import Finding, Observation, Severity
 
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEVEL = 9  # accepted values behind a rank's own running median
 
 

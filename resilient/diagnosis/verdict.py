@@ -33,8 +33,8 @@ def diagnose(
     the weights have not moved since. weights_proven: they were restored lately and have run cleanly since."""
     if not findings:
         return None
-    worst = max(f.severity for f in findings)
-    leading = [f for f in findings if f.severity is worst]
+    worst = max(map(_weight, findings))
+    leading = [f for f in findings if _weight(f) is worst]
     nonfinite = next((f for f in leading if f.detector == "nonfinite"), None)
     if nonfinite is not None:
         return _nonfinite(observation, nonfinite, tuple(findings), dynamic_scale)
@@ -42,6 +42,15 @@ def diagnose(
     if ranked:
         return _one_rank(observation, max(ranked, key=lambda f: f.score), tuple(findings), worst)
     return _all_ranks(max(leading, key=lambda f: f.score), tuple(findings), worst, refused_in_a_row, weights_proven)
+
+
+_ABOUT_THE_ATTEMPT = {"nonfinite", "point", "confirmed", "ranks"}
+
+
+def _weight(finding: Finding) -> Severity:
+    """Severity of a finding for the verdict on this attempt. What a slow statistic has seen (level, drift, trend, scale,
+    drop, layers, collapse) is no fault of this attempt: refusing it would cure nothing, so it warns at most."""
+    return finding.severity if finding.statistic in _ABOUT_THE_ATTEMPT else min(finding.severity, Severity.WARN)
 
 
 def _nonfinite(

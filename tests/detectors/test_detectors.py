@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from resilient.detectors import (
     CrossRankConfig,
@@ -15,17 +13,9 @@ from resilient.detectors import (
     Detector,
     DetectorConfig,
     NonFinite,
-    PointConfig,
-    PointOutlier,
     build_detectors,
 )
 from resilient.signals import Finding, Observation, Severity
-
-LOSS = PointConfig(signal="loss", floor=0.02)
-
-
-def loss_at(step: int, value: float) -> Observation:
-    return Observation(step, step, {"loss": value})
 
 
 def feed(detector: Detector, observations: list[Observation]) -> list[list[Finding]]:
@@ -35,11 +25,6 @@ def feed(detector: Detector, observations: list[Observation]) -> list[list[Findi
         detector.absorb(observation, findings, all(f.severity < Severity.ACT for f in findings))
         found.append(findings)
     return found
-
-
-def healthy(n: int, seed: int = 0, start: int = 1) -> list[Observation]:
-    rng = np.random.default_rng(seed)
-    return [loss_at(start + i, float(2.5 + 3 * math.exp(-i / 40) + 0.03 * rng.standard_normal())) for i in range(n)]
 
 
 def ranks_at(step: int, norms: list[float], losses: list[float] | None = None) -> Observation:
@@ -56,56 +41,6 @@ def ranks_at(step: int, norms: list[float], losses: list[float] | None = None) -
         },
         (tuple(range(world)),),
     )
-
-
-class TestPoint:
-    def test_quiet_on_a_falling_noisy_loss(self):
-        assert not any(feed(PointOutlier(LOSS), healthy(2000)))
-
-    def test_one_spike_is_named_with_value_and_reference(self):
-        detector = PointOutlier(LOSS)
-        feed(detector, healthy(200))
-        (finding,) = detector.observe(loss_at(201, 7.4))
-        assert finding.severity is Severity.ACT and finding.onset_step == 201
-        assert finding.value == 7.4 and 2.3 < finding.reference < 2.7
-
-    def test_equal_giant_outliers_are_all_flagged_until_accepted_as_a_level(self):
-        detector = PointOutlier(LOSS)
-        feed(detector, healthy(200))
-        found = feed(detector, [loss_at(201 + i, 7.4) for i in range(60)])
-        flagged = [bool(f) for f in found]
-        assert all(flagged[: LOSS.accept_after]) and not any(flagged[LOSS.accept_after :])
-        assert found[LOSS.accept_after - 1][0].severity is Severity.WARN  # accepted with a warning, not in silence
-        assert {f[0].onset_step for f in found[: LOSS.accept_after]} == {201}
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0])
-    def test_one_bad_value_causes_no_later_alarm_and_does_not_blind(self, bad: float):
-        detector = PointOutlier(LOSS)
-        feed(detector, [*healthy(200), loss_at(201, bad)])
-        assert not any(feed(detector, healthy(500, seed=1, start=202)[200:]))
-        assert detector.observe(loss_at(999, 9.0))
-
-    def test_an_attempt_refused_for_another_reason_is_no_reference(self):
-        detector = PointOutlier(LOSS)
-        feed(detector, healthy(50))
-        before = detector.state_dict()
-        other = Finding("nonfinite", "grad_norm", Severity.ACT, math.inf, 51, 51)
-        detector.absorb(loss_at(51, 3.0), [other], False)
-        assert detector.state_dict() == before
-
-    @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))
-    def test_never_raises_and_keeps_only_finite_values(self, values: list[float]):
-        detector = PointOutlier(LOSS)
-        feed(detector, [loss_at(i, v) for i, v in enumerate(values)])
-        state = detector.state_dict()
-        assert all(math.isfinite(v) for v in state["accepted"] + state["residuals"] + state["streak"])
-
-    def test_rewinds_exactly(self):
-        detector, twin = PointOutlier(LOSS), PointOutlier(LOSS)
-        feed(detector, healthy(100))
-        twin.load_state_dict(detector.state_dict())
-        tail = [*healthy(30, seed=3), loss_at(131, 8.0), *healthy(30, seed=4)]
-        assert feed(detector, tail) == feed(twin, tail)
 
 
 class TestCrossRank:
@@ -181,4 +116,4 @@ class TestNonFinite:
 
 def test_every_configured_detector_has_a_name_of_its_own():
     names = [d.name for d in build_detectors(DetectorConfig())]
-    assert len(set(names)) == len(names) == 5
+    assert len(set(names)) == len(names) == 6

@@ -1,0 +1,461 @@
+"""Signals over time: what the four families of statistics say about each signal, with thresholds the run calibrates
+itself, the step at which it began, and a level that moves on when the new one stays (S2, S3, S6-S9, BR-04, BR-07).
+
+One instance judges all signals: the arithmetic is vectorised over them (detectors/statistics.py), the thresholds come
+from the run's own healthy history (detectors/tail.py), what counts as bad from a table (detectors/specs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from resilient.detectors.config import SeriesConfig, Targets
+from resilient.detectors.specs import LOSS, Spec, spec_of
+from resilient.detectors.statistics import (
+    CONFIRMED,
+    COUNT,
+    DRIFT,
+    LEVEL,
+    LINEAR,
+    POINT,
+    SCALE,
+    STATISTICS,
+    TREND,
+    Look,
+    Statistics,
+)
+from resilient.detectors.tail import Tail
+from resilient.signals import Finding, Observation, Severity
+
+_SEVERITIES = (Severity.WATCH, Severity.WARN, Severity.ACT)
+_INTERVAL_KNOWN = 16  # points after which it is known whether every step is logged
+
+# Prior of the log block maximum (64 points) of a healthy run: mean and standard deviation per statistic.
+_PRIOR_MEAN = np.log([4.5, 2.0, 2.6, 2.6, 2.6, 0.33])
+_PRIOR_STD = np.array([0.35, 0.22, 0.26, 0.26, 0.26, 0.32])
+_LOWEST_POINT, _LOWEST_SCALE = 3.0, 0.18  # block maxima count as at least this
+_HISTORY = 128
+_HUGE = 1e30  # larger values would overflow in the arithmetic, and say no more
+_RUN = 2.5  # robust sigmas: a point beyond belongs to the run of odd points that a finding may begin with
+
+
+@dataclass
+class _Judged:
+    """One observation as this detector saw it: kept between observe and absorb."""
+
+    observation: Observation
+    look: Look
+    ratios: np.ndarray  # (n, COUNT) score / warn threshold; 0 where a statistic does not speak
+    largest: float  # of ratios
+    names: list[str]
+
+
+class Series:
+    """All signals of a run or a log, judged over time. See the module."""
+
+    name = "series"
+    ROW_ARRAYS = ("sign", "linear", "odd", "cool", "sparse", "nonpositive", "steps", "scores")
+
+    sign: np.ndarray  # (rows,) +1 or -1: up is bad after multiplying
+    linear: np.ndarray  # (rows,) judged as it is instead of its logarithm
+    odd: np.ndarray  # (rows,) odd points in a row, more or less
+    cool: np.ndarray  # (rows,) points until healthy history counts again
+    sparse: np.ndarray  # (rows,) of 15 gaps between points, those longer than a step; -1: not known yet
+    nonpositive: np.ndarray  # (rows,) values without a logarithm so far
+    steps: np.ndarray  # (rows, 128) of the last values, oldest first
+    scores: np.ndarray  # (rows, 128) `point` at those steps
+    _statistics: Statistics
+    _tail: Tail
+    _inverse: np.ndarray  # (rows, COUNT) 1 / warn threshold; 0 where a statistic does not speak yet
+    _watch_from: float  # below this share of its warn threshold nothing is worth watching
+    _trouble: bool  # some row is odd or cooling down
+    _settled: bool  # the logging interval of all rows is known
+
+    def __init__(self, config: SeriesConfig, targets: Targets) -> None:
+        self.config = config
+        self._rates = tuple(rate / 10_000 for rate in (targets.watch, targets.warn, targets.act))
+        self._rows: dict[str, tuple[int, ...]] = {}  # signal -> its row, or two rows when both directions are bad
+        self._names: list[str] = []
+        self._specs: list[Spec] = []
+        self._keys: tuple[str, ...] = ()  # names of the last observation, and where its values go
+        self._places: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._last: _Judged | None = None
+        self._allocate([], [])
+
+    # -- judging ------------------------------------------------------------------------------------------------
+
+    def observe(self, observation: Observation) -> list[Finding]:
+        judged = self._judge(observation)
+        if judged is None or judged.largest < self._watch_from:
+            return []
+        return self._findings(judged)
+
+    def ratios(self, observation: Observation) -> list[tuple[str, str, float]]:
+        """(signal, statistic, score / warn threshold) of the largest statistic of each signal where it exceeds 0.5, for
+        the stability level."""
+        judged = self._judge(observation)
+        if judged is None or judged.largest <= 0.5:
+            return []
+        best = judged.ratios.argmax(axis=1)
+        return [
+            (name, STATISTICS[best[i]], float(judged.ratios[i, best[i]]))
+            for i, name in enumerate(judged.names)
+            if judged.ratios[i, best[i]] > 0.5
+        ]
+
+    def growth(self, signal: str, statistic: str) -> tuple[np.ndarray, np.ndarray, float] | None:
+        """What grows behind a finding: (age in points before now, excess over the reference, excess that is a blow-up).
+
+        `scale`: step-to-step differences in blocks of 8 against their reference, which it can show up to 4 times as wide: 3.8 times counts as blown up. Other statistics: the
+        last 32 values against the running level, up to 10 times it; for a loss 1.25 times."""
+        rows = self._rows.get(signal, ())
+        if not rows:
+            return None
+        row = rows[0]
+        if statistic == STATISTICS[SCALE]:
+            blocks = self._statistics.ratios[row].reshape(-1, 8).mean(axis=1)
+            return np.arange(len(blocks) - 1, -1, -1) * 8 + 3.5, blocks - 1.0, 2.8
+        recent = self._statistics.recent[row, -32:]
+        began = np.median(self._statistics.window[row][:64])
+        excess = recent - began if self.linear[row] else np.expm1(np.minimum(recent - began, 50.0))
+        if self.linear[row]:
+            excess = excess / max(abs(float(began)), 1e-12)
+        return np.arange(len(recent) - 1, -1, -1.0), excess, 0.25 if signal.startswith("loss") else 9.0
+
+    def _judge(self, observation: Observation) -> _Judged | None:
+        """Every known signal that has a value, against its past. Computed once per observation."""
+        if self._last is not None and self._last.observation is observation:
+            return self._last
+        rows, values = self._values(observation)
+        if not len(rows):
+            return None
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        selected: Any = slice(first, end) if end - first == len(rows) else rows  # a slice is a view, indices copy
+        look = self._statistics.look(selected, values)
+        ratios = look.scores * self._inverse[selected]
+        names = self._names[first:end] if isinstance(selected, slice) else [self._names[r] for r in rows]
+        self._last = _Judged(observation, look, ratios, float(ratios.max()), names)
+        return self._last
+
+    def _values(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with a usable value, ascending, and the values as judged: signed, logarithm where the spec says so.
+
+        Non-finite values are another detector's business and never enter a window; what is not positive has no logarithm
+        and counts as not measured."""
+        keys = tuple(observation.values)
+        if keys != self._keys:
+            self._keys = keys
+            pairs = sorted((row, i) for i, key in enumerate(keys) for row in self._rows.get(key, ()))
+            self._places = (
+                np.array([row for row, _ in pairs], dtype=np.int64),
+                np.array([i for _, i in pairs], dtype=np.int64),
+            )
+        rows, places = self._places
+        if not len(rows):
+            return rows, np.zeros(0)
+        values = np.fromiter(observation.values.values(), np.float64, len(keys))[places]
+        plain = self.linear[rows]
+        good = np.isfinite(values) & (plain | (values > 0))
+        if not good.all():
+            rows, values, plain = rows[good], values[good], plain[good]
+        if plain.any():
+            values = np.where(plain, np.clip(values, -_HUGE, _HUGE), np.log(np.where(plain, 1.0, values)))
+        else:
+            values = np.log(values)
+        return rows, self.sign[rows] * values
+
+    def _findings(self, judged: _Judged) -> list[Finding]:
+        look = judged.look
+        index = np.arange(len(self._names))[look.rows]
+        thresholds = self._tail.thresholds[look.rows]
+        over = (look.scores >= thresholds[:, :, 0]) & (self._statistics.speaks[look.rows] > 0)
+        findings = []
+        for i in np.flatnonzero(over.any(axis=1)):
+            candidates = [
+                self._finding(judged, int(i), int(index[i]), int(k), thresholds[i, k]) for k in np.flatnonzero(over[i])
+            ]
+            findings.append(
+                max(candidates, key=lambda f: (f.severity, judged.ratios[i, STATISTICS.index(f.statistic)]))
+            )
+        return findings
+
+    def _finding(self, judged: _Judged, i: int, row: int, statistic: int, thresholds: np.ndarray) -> Finding:
+        """The finding of one statistic of one signal; its severity is cut where the change is too small to matter."""
+        look, observation, spec = judged.look, judged.observation, self._specs[row]
+        score = float(look.scores[i, statistic])
+        severity = _SEVERITIES[int((score >= thresholds).sum()) - 1]
+        if statistic == POINT:
+            change = float(look.residual[i])
+        elif statistic == SCALE:
+            change = math.inf
+        else:
+            change = float(look.linear[i, statistic - LEVEL] if statistic != CONFIRMED else score) * float(
+                self._statistics.sigma_now[row]
+            )
+        least = spec.jump
+        if statistic == POINT:
+            least = 0.05 if self._coarse(row) else spec.single
+        if not self.linear[row] and change < least:
+            severity = Severity.WATCH
+        refusable = statistic in (POINT, CONFIRMED)
+        if refusable and severity is Severity.ACT and (spec.refuse is None or self.linear[row] or change < spec.refuse):
+            severity = Severity.WARN
+        accepting = self.odd[row] + 1 >= self.config.accept_after and look.scores[i, POINT] > self.config.suspect
+        if accepting:
+            severity = min(severity, Severity.WARN)
+        onset, sure = self._onset(row, statistic, observation.step, float(look.scores[i, POINT]))
+        name = judged.names[i]
+        value, reference = observation.values[name], self._plain(row, float(look.level[i]))
+        return Finding(
+            detector=self.name,
+            signal=name,
+            severity=severity,
+            score=score,
+            step=observation.step,
+            onset_step=onset,
+            value=value,
+            reference=reference,
+            statistic=STATISTICS[statistic],
+            onset_confidence=sure,
+            message=_words(name, statistic, value, reference, score)
+            + (f"; accepted as the new level after {self.config.accept_after} in a row" if accepting else ""),
+        )
+
+    def _onset(self, row: int, statistic: int, step: int, point: float) -> tuple[int, float]:
+        """First step that was off, and how sure that is. A jump is seen at once: the run of odd points this one ends. A slow
+        change is dated by where the CUSUM of the recent scores (or differences) last left zero (Page 1954)."""
+        steps = [*self.steps[row].tolist(), step]
+        if statistic in (POINT, CONFIRMED):
+            first = len(steps) - 1
+            while first > 0 and self.scores[row, first - 1] > _RUN:
+                first -= 1
+            return int(steps[first]), 0.95 if point > self.config.suspect else 0.8
+        if statistic == SCALE:
+            excess = (self._statistics.ratios[row] - 1.25).tolist()
+            steps = steps[-len(excess) - 1 :]
+        else:
+            excess = (np.clip(self.scores[row], -2.0, 4.0) - 0.5).tolist()
+        total, first = 0.0, len(excess)
+        for i, more in enumerate(excess):
+            if total <= 0.0:
+                first = i
+            total = max(total + more, 0.0)
+        return int(steps[first if total > 0 else -1]), {LEVEL: 0.7, DRIFT: 0.5, TREND: 0.5, SCALE: 0.5}[statistic]
+
+    def _plain(self, row: int, y: float) -> float:
+        """A judged value in the signal's own unit."""
+        y = float(self.sign[row]) * y
+        return y if self.linear[row] else math.exp(min(y, 700.0))
+
+    def _coarse(self, row: int) -> bool:
+        """One logged point stands for several steps, so that a single odd point is more than one odd batch."""
+        return bool(
+            self._specs[row].refuse is not None
+            and self._names[row] == "loss"
+            and self.sparse[row] >= _INTERVAL_KNOWN // 2
+        )
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
+        judged = self._judge(observation)
+        if judged is not None:
+            self._learn(judged, applied)
+        self._last = None
+        unknown = [name for name in observation.values if name not in self._rows]
+        if unknown:
+            self._meet(unknown, observation)
+        self._mind_signs(observation)
+
+    def _learn(self, judged: _Judged, applied: bool) -> None:
+        look, rows = judged.look, judged.look.rows
+        point = look.scores[:, POINT]
+        if applied and not self._trouble and judged.largest < 1.0 and point.max() <= self.config.suspect:
+            calm = healthy = None  # the usual case: nothing is off anywhere
+        else:
+            calm, healthy = self._sort_out(judged, applied)
+        self._tail.add(rows, healthy, look.scores)
+        for ring, value in ((self.scores, point), (self.steps, judged.observation.step)):
+            ring[rows, :-1] = ring[rows, 1:]
+            ring[rows, -1] = value
+        self._statistics.learn(look, calm)
+        if self._statistics.kept[0] == 0:  # the references have moved
+            if self._tail.flush():
+                self._watch_from = self._tail.watch_from
+            np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
+            if not self._settled:
+                self._count_interval()
+        if self._trouble:
+            for row in np.flatnonzero(self.odd >= self.config.accept_after):
+                self._statistics.rebase(int(row))
+                self.odd[row] = 0
+
+    def _sort_out(self, judged: _Judged, applied: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(calm, healthy) of each row: may its value enter the references; does its score count as healthy history? A lone
+        odd point does, so that a run with many of them learns to expect them; one in a run of them does not."""
+        look, rows = judged.look, judged.look.rows
+        speaks = self._statistics.speaks[rows, POINT] > 0
+        odd = (look.scores[:, POINT] > self.config.suspect) & speaks
+        alarming = (judged.ratios >= 1.0).any(axis=1)
+        calm = ~(odd | alarming) if applied else np.zeros(len(odd), dtype=bool)
+        self.odd[rows] = count = np.where(odd, self.odd[rows] + 1, np.maximum(self.odd[rows] - 1, 0))
+        trouble = alarming | (count > 2)
+        self.cool[rows] = cool = np.where(trouble, self.config.cooldown, np.maximum(self.cool[rows] - 1, 0))
+        self._trouble = bool(self.odd.any() or self.cool.any())
+        if alarming.any():
+            self._statistics.forget_recent(np.arange(len(self._names))[rows][alarming])
+        return calm, (cool == 0) & (calm | (odd & (count <= 1) & applied))
+
+    def _count_interval(self) -> None:
+        """Whether a signal is logged every step is known after a few points; the prior of `point` follows."""
+        points = self._statistics.points
+        for row in np.flatnonzero((points >= _INTERVAL_KNOWN) & (self.sparse < 0)):
+            gaps = np.diff(self.steps[row, -_INTERVAL_KNOWN:])
+            self.sparse[row] = int((gaps > 1).sum())
+            self._set_prior(int(row))
+        self._settled = bool((self.sparse >= 0).all())
+
+    def _mind_signs(self, observation: Observation) -> None:
+        """A signal that keeps being zero or negative has no logarithm: judge it as it is, from now on."""
+        for name, value in observation.values.items():
+            if value <= 0:
+                for row in self._rows.get(name, ()):
+                    if not self.linear[row]:
+                        self.nonpositive[row] += 1
+                        if self.nonpositive[row] > max(2, 0.05 * int(self._statistics.points[row])):
+                            self._restart_row(row)
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, names: Sequence[str], observation: Observation) -> None:
+        """Give rows to signals seen for the first time."""
+        new: list[tuple[str, Spec, float]] = []
+        for name in names:
+            spec = spec_of(name)
+            if spec is None:
+                self._rows[name] = ()
+                continue
+            signs = {"up": (1.0,), "down": (-1.0,), "both": (1.0, -1.0)}[spec.direction]
+            new += [(name, spec, sign) for sign in signs]
+        if new:
+            self._allocate(
+                self._names + [name for name, _, _ in new],
+                [*self.sign.tolist(), *(sign for _, _, sign in new)],
+            )
+
+    def _allocate(self, names: list[str], signs: list[float]) -> None:
+        """Room for these rows; what is known of the first ones is kept."""
+        known = len(self._names)
+        old_rows = {key: getattr(self, key) for key in self.ROW_ARRAYS} if known else {}
+        old_statistics, old_tail = (self._statistics, self._tail) if known else (None, None)
+        n = len(names)
+        self._names = list(names)
+        self._specs = [spec_of(name) or Spec() for name in names]
+        self.sign = np.asarray(signs, dtype=np.float64)
+        self.linear = np.zeros(n, dtype=bool)
+        self.odd = np.zeros(n, dtype=np.int64)
+        self.cool = np.zeros(n, dtype=np.int64)
+        self.sparse = np.full(
+            n, -1, dtype=np.int64
+        )  # of 15 gaps between points, those longer than a step; -1: not known
+        self.nonpositive = np.zeros(n, dtype=np.int64)
+        self.steps = np.full((n, _HISTORY), -1, dtype=np.int64)
+        self.scores = np.zeros((n, _HISTORY))
+        self._trouble = False
+        self._settled = False
+        c = self.config
+        floors = np.array([spec.floor for spec in self._specs], dtype=np.float64)
+        self._statistics = Statistics(floors, c.start, c.trend_after, c.scale_after)
+        prior_mean = np.tile(_PRIOR_MEAN, (n, 1))
+        lowest = np.exp(prior_mean)
+        lowest[:, POINT], lowest[:, SCALE] = _LOWEST_POINT, _LOWEST_SCALE
+        self._tail = Tail(prior_mean, np.tile(_PRIOR_STD, (n, 1)), lowest, np.zeros((n, COUNT, 3)), self._rates)
+        for row in range(known):
+            for key, array in old_rows.items():
+                getattr(self, key)[row] = array[row]
+        if known:
+            assert old_statistics is not None and old_tail is not None
+            for mine, theirs in ((self._statistics, old_statistics), (self._tail, old_tail)):
+                for key in mine.ARRAYS:
+                    array = getattr(theirs, key)
+                    getattr(mine, key)[: len(array)] = array
+            self._trouble = True
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(names):
+            rows.setdefault(name, []).append(row)
+        unjudged = {name: found for name, found in self._rows.items() if not found}
+        self._rows = {**unjudged, **{name: tuple(found) for name, found in rows.items()}}
+        for row in range(known, n):
+            self._set_prior(row)
+        self._inverse = self._statistics.speaks / self._tail.thresholds[:, :, 1] if n else np.zeros((0, COUNT))
+        self._watch_from = self._tail.watch_from
+        self._keys = ()
+
+    def _set_prior(self, row: int) -> None:
+        """Smallest thresholds of a row, and the prior of `point` that fits its logging interval."""
+        c, spec = self.config, self._specs[row]
+        coarse = self._coarse(row)
+        least = np.full(COUNT, c.least_trend * spec.strictness)
+        least[POINT] = c.least_point if coarse or spec is not LOSS else c.least_single
+        least[CONFIRMED] = c.least_confirmed * spec.strictness
+        least[SCALE] = spec.least_scale if spec.least_scale is not None else c.least_scale
+        usual = 1e-4  # false alarms per step that the `least` values stand for
+        grow = np.array([1.0 + 0.35 * math.log10(usual / rate) for rate in self._rates])
+        self._tail.least[row] = least[:, None] * np.maximum(grow, 0.5)
+        if coarse:
+            self._tail.prior_mean[row, POINT], self._tail.prior_std[row, POINT] = math.log(3.0), 0.2
+            self._tail.lowest[row, POINT] = 3.0
+        self._tail.refresh(row)
+
+    def _restart_row(self, row: int) -> None:
+        """Begin this row anew on the plain scale."""
+        fresh = Statistics(np.array([1e-12]), self.config.start, self.config.trend_after, self.config.scale_after)
+        for key in fresh.ARRAYS:
+            if key != "kept":
+                getattr(self._statistics, key)[row] = getattr(fresh, key)[0]
+        self.linear[row] = True
+        self.odd[row] = self.cool[row] = 0
+        self.steps[row], self.scores[row] = -1, 0.0
+        self._inverse[row] = 0.0
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "names": list(self._names),
+            "unjudged": [name for name, rows in self._rows.items() if not rows],
+            "rows": {key: getattr(self, key).copy() for key in self.ROW_ARRAYS},
+            "statistics": {key: getattr(self._statistics, key).copy() for key in Statistics.ARRAYS},
+            "tail": {key: getattr(self._tail, key).copy() for key in Tail.ARRAYS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._names, self._rows = [], {name: () for name in state["unjudged"]}
+        self._allocate(list(state["names"]), np.asarray(state["rows"]["sign"]).tolist())
+        for target, key in ((self, "rows"), (self._statistics, "statistics"), (self._tail, "tail")):
+            for name, array in state[key].items():
+                getattr(target, name)[...] = np.asarray(array)
+        np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
+        self._watch_from = self._tail.watch_from
+        self._trouble, self._settled = True, False
+        self._last = None
+
+
+def _words(name: str, statistic: int, value: float, reference: float, score: float) -> str:
+    told = {
+        POINT: f"{name} {value:.4g} against {reference:.4g}: {score:.1f} robust sigmas",
+        CONFIRMED: f"{name} {value:.4g} against {reference:.4g}: two of three points are {score:.1f} robust sigmas up or more",
+        LEVEL: f"{name} has moved: mean of 8 points {score:.1f} sigmas above the 56 before (now {value:.4g})",
+        DRIFT: f"{name} drifts: mean of 32 points {score:.1f} sigmas above the 96 before (now {value:.4g})",
+        TREND: f"{name} grows steadily: {score:.1f} sigmas over 64 points (now {value:.4g})",
+        SCALE: f"{name} jumps {100 * score:.0f} % more from step to step than it used to (now {value:.4g})",
+    }
+    return told[statistic]
+
+
+assert slice(LEVEL, SCALE) == LINEAR

@@ -1,0 +1,291 @@
+"""The statistics of many signals at once: four families, each a few array operations a step, O(1) in the run's length.
+
+    point      this point against the running level, in robust sigmas
+    confirmed  the median of the last three points: two of them are off, so it is no single odd batch
+    level      the mean of the last 8 points against the 56 before
+    drift      the mean of the last 32 points against the 96 before
+    trend      the rise over the last 64 points, by least squares
+    scale      the mean step-to-step difference of the last 96 points (recent ones count more) against a reference of 1024
+
+All are one-sided: the rows are signed so that up is bad. `level`, `drift` and `trend` are linear functions of the last 128
+points, clipped around the running level so that no single point carries them, and standardised by their own healthy
+history, which takes autocorrelation into account. Nothing that is off enters a reference, and what enters `scale`'s
+reference is at least 96 points old: a slow ramp cannot hide in it.
+
+Made to cost little: what only the references need is kept for 8 steps and taken in at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+STATISTICS = ("point", "confirmed", "level", "drift", "trend", "scale")
+COUNT = len(STATISTICS)
+POINT, CONFIRMED, LEVEL, DRIFT, TREND, SCALE = range(COUNT)
+LINEAR = slice(LEVEL, SCALE)
+
+_WINDOW = 128
+_MEDIAN = 16  # accepted points behind the running level
+_DIFFERENCES = 96
+_REFERENCE = 1024
+_CLIP = 6.0  # robust sigmas beyond which a point counts no further in level, drift and trend
+_CLIP_DIFFERENCE = 4.0
+_ABS_TO_SIGMA = 1.2533  # of a normal distribution: sigma / E|x|
+_MAD_TO_SIGMA = 1.4826
+_LEAST_SPREAD = 0.05
+_YOUNG = 160  # points of a steep start: differences have a say in sigma (their own is sqrt(2) larger, which is margin)
+_EARLY = 25
+_LAG = 8  # batches
+_BATCH = 8  # steps after which the references take in what was kept
+_RECENT = 64
+_MIDDLE = (_MEDIAN // 2 - 1, _MEDIAN // 2)
+
+
+def _window_weights() -> np.ndarray:
+    """(128, 4) weights of the window *before* the new point is in: how far the running level (a median of 16) lags behind
+    the trend of the last 32 points; then level, drift and trend without the new point's own share."""
+    linear = np.zeros((_WINDOW, 3))
+    linear[-8:, 0], linear[-64:-8, 0] = 1 / 8, -1 / 56
+    linear[-32:, 1], linear[:-32, 1] = 1 / 32, -1 / 96
+    t = np.arange(64) - 31.5
+    linear[-64:, 2] = 64 * t / (t @ t)
+    weights = np.zeros((_WINDOW, 4))
+    t = np.arange(32) - 15.5
+    weights[-32:, 0] = 8.5 * t / (t @ t)
+    weights[1:, 1:] = linear[:-1]  # shifted: the oldest point is about to leave
+    return weights
+
+
+_WEIGHTS = _window_weights()
+_NEWEST = np.array([1 / 8, 1 / 32, 64 * 31.5 / float((np.arange(64) - 31.5) @ (np.arange(64) - 31.5))])
+_RECENCY = np.linspace(0.1, 1.0, _DIFFERENCES) / np.linspace(0.1, 1.0, _DIFFERENCES).sum()
+_RECENCY_BEFORE = np.concatenate([[0.0], _RECENCY[:-1]])  # shifted likewise
+
+
+@dataclass
+class Look:
+    """One step of some rows against their past; made by `Statistics.look`, consumed by `Statistics.learn`."""
+
+    rows: Any  # a slice where the rows are contiguous, else indices
+    y: np.ndarray  # (n,) signed (log) values
+    level: np.ndarray  # (n,) running level expected for this step
+    scores: np.ndarray  # (n, COUNT); 0 where a statistic does not speak yet
+    clipped: np.ndarray  # (n,) y within 6 sigmas of the level
+    linear: np.ndarray  # (n, 3) level, drift, trend before standardising, in sigmas
+    residual: np.ndarray  # (n,) y - level
+    ratio: np.ndarray  # (n,) |y - last y| in units of its reference mean, at most 4
+
+
+class Statistics:
+    """State of all rows (signals). `look` changes nothing; `learn` does.
+
+    speaks: (rows, COUNT) 1.0 where a statistic has points enough to be used, else 0.0."""
+
+    ARRAYS = (
+        "floors", "points", "accepted", "window", "recent", "ratios", "last", "before_last", "level_1", "level_2", "sigma",
+        "fast_sigma", "centre", "spread", "difference_mean", "reference_points", "speaks", "sigma_now", "centre_now",
+        "spread_now", "unit_now", "mature", "kept_size", "kept_linear", "kept_ratio", "kept_calm", "kept", "waiting", "waiting_calm",
+    )  # fmt: skip
+
+    def __init__(self, floors: np.ndarray, start: int, trend_after: int, scale_after: int) -> None:
+        n = len(floors)
+        self.floors = floors
+        self.start, self.trend_after, self.scale_after = start, trend_after, scale_after
+        self.points = np.zeros(n, dtype=np.int64)
+        self.accepted = np.zeros((n, _MEDIAN))  # accepted values, oldest first
+        self.window = np.zeros((n, _WINDOW))  # clipped values, oldest first
+        self.recent = np.zeros((n, _RECENT))  # values as they came, oldest first
+        self.ratios = np.zeros((n, _DIFFERENCES))  # of step-to-step differences to their reference mean
+        self.last, self.before_last = np.zeros(n), np.zeros(n)
+        self.level_1, self.level_2 = np.zeros(n), np.zeros(n)  # running level one and two steps ago
+        self.sigma, self.fast_sigma = np.zeros(n), np.zeros(n)  # memory of 128 and 24 points
+        self.centre, self.spread = np.zeros((n, 3)), np.ones((n, 3))  # of the linear statistics in healthy times
+        self.difference_mean = np.zeros(n)  # m with E min(|difference| / m, 4) = 1 over the reference
+        self.reference_points = np.zeros(n, dtype=np.int64)
+        self.speaks = np.zeros((n, COUNT))
+        # What `look` uses, derived from the references when they change.
+        self.sigma_now, self.unit_now = np.ones(n), np.ones(n)
+        self.centre_now, self.spread_now = np.zeros((n, 3)), np.ones((n, 3))
+        self.mature = np.zeros(n)  # 1 from where on the window's slope is no longer that of the steep start
+        # What the references have not taken in yet.
+        self.kept_size = np.zeros((n, _BATCH))  # |residual| as a sigma
+        self.kept_linear = np.zeros((n, _BATCH, 3))
+        self.kept_ratio = np.zeros((n, _BATCH))
+        self.kept_calm = np.zeros((n, _BATCH))
+        self.kept = np.zeros(1, dtype=np.int64)
+        # Linear statistics that are not old enough to be a reference, oldest batch first: a ramp must not teach the
+        # detector to expect it before it has been seen.
+        self.waiting = np.zeros((n, _LAG, _BATCH, 3))
+        self.waiting_calm = np.zeros((n, _LAG, _BATCH))
+
+    def look(self, rows: Any, y: np.ndarray) -> Look:
+        """Judge the values y (n,) of `rows` against the past."""
+        points = self.points[rows]
+        if not points.all():
+            self._first(rows, y, points)
+        last, before, sigma = self.last[rows], self.before_last[rows], self.sigma_now[rows]
+        fixed = self.window[rows] @ _WEIGHTS
+        middle = np.partition(self.accepted[rows], _MIDDLE, axis=1)
+        bias = np.minimum(fixed[:, 0], 0.0) * self.mature[rows]
+        level = 0.5 * (middle[:, _MIDDLE[0]] + middle[:, _MIDDLE[1]])
+        expected = level + bias
+        residual = y - expected
+        scores = np.empty((len(y), COUNT))
+        scores[:, POINT] = residual / sigma
+        middle_of_three = np.maximum(np.minimum(y, last), np.minimum(np.maximum(y, last), before))
+        scores[:, CONFIRMED] = (middle_of_three - self.level_2[rows] - bias) / sigma
+        reach = _CLIP * sigma
+        clipped = np.minimum(np.maximum(y, level - reach), level + reach)
+        linear = (fixed[:, 1:] + clipped[:, None] * _NEWEST) / sigma[:, None]
+        scores[:, LINEAR] = (linear - self.centre_now[rows]) / self.spread_now[rows]
+        ratio = np.minimum(np.abs(y - last) / self.unit_now[rows], _CLIP_DIFFERENCE)
+        scores[:, SCALE] = self.ratios[rows] @ _RECENCY_BEFORE + ratio * _RECENCY[-1] - 1.0
+        scores *= self.speaks[rows]
+        return Look(rows, y, expected, scores, clipped, linear, residual, ratio)
+
+    def _first(self, rows: Any, y: np.ndarray, points: np.ndarray) -> None:
+        """Rows without a past take their first value for it."""
+        new = np.arange(len(self.points))[rows][points == 0]
+        value = y[points == 0]
+        for window in (self.accepted, self.window, self.recent):
+            window[new] = value[:, None]
+        for array in (self.last, self.before_last, self.level_1, self.level_2):
+            array[new] = value
+
+    def learn(self, look: Look, calm: np.ndarray | None) -> None:
+        """Take a step in. calm (n,) bool, None for all: the value may enter the references; every value enters the short
+        windows."""
+        rows, y = look.rows, look.y
+        _push(self.window, rows, look.clipped)
+        _push(self.recent, rows, y)
+        self.before_last[rows] = self.last[rows]
+        self.last[rows] = y
+        self.level_2[rows] = self.level_1[rows]
+        self.level_1[rows] = look.level
+        slot = int(self.kept[0])
+        self.kept_size[rows, slot] = np.abs(look.residual)
+        self.kept_linear[rows, slot] = look.linear
+        self.kept_ratio[rows, slot] = self.ratios[rows, 0]  # the difference that leaves the window
+        _push(self.ratios, rows, look.ratio)
+        if calm is None:
+            _push(self.accepted, rows, y)
+            self.kept_calm[rows, slot] = 1.0
+        else:
+            kept = np.arange(len(self.points))[rows][calm]
+            _push(self.accepted, kept, y[calm])
+            self.kept_calm[rows, slot] = calm
+        self.points[rows] += 1
+        self.kept[0] += 1
+        if self.kept[0] == _BATCH or self.points[rows].min() <= self.trend_after:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """The kept steps enter the references of the rows they belong to; what `look` uses is derived anew."""
+        used = int(self.kept[0])
+        calm = self.kept_calm[:, :used]
+        count = calm.sum(axis=1)
+        points = np.maximum(self.points, 1).astype(np.float64)
+        share = count / np.maximum(count, 1.0)  # 1 where a row has anything to take in
+        size = _ABS_TO_SIGMA * self.kept_size[:, :used]
+        young = self.points <= _MEDIAN
+        for array, memory in ((self.sigma, 128), (self.fast_sigma, 24)):
+            cap = np.where(young, np.inf, 4.0 * np.maximum(array, self.floors))
+            mean = (np.minimum(size, cap[:, None]) * calm).sum(axis=1) / np.maximum(count, 1.0)
+            rate = np.where(
+                young, 1.0 / points, np.minimum(np.maximum(count / memory, 3.0 * count / (points + 3.0)), 1.0)
+            )
+            array += share * rate * (mean - array)
+        self._take_in_linear(calm, points)
+        self._take_in_differences(calm, count, self.kept_ratio[:, :used])
+        self.kept_calm[:] = 0.0
+        self.kept[0] = 0
+        self._derive()
+
+    def _take_in_linear(self, calm: np.ndarray, points: np.ndarray) -> None:
+        """Level, drift and trend of 64 steps ago enter their centre and spread; in a young row those of now do."""
+        used = calm.shape[1]
+        young = (self.points <= _YOUNG)[:, None]
+        now, now_calm = np.zeros_like(self.kept_linear), np.zeros_like(self.kept_calm)
+        now[:, :used], now_calm[:, :used] = self.kept_linear[:, :used], calm
+        linear = np.where(young[:, :, None], now, self.waiting[:, 0])
+        weight = np.where(young, now_calm, self.waiting_calm[:, 0])
+        if used == _BATCH:  # else the machine is young, or a young row makes all take in step by step
+            self.waiting[:, :-1], self.waiting[:, -1] = self.waiting[:, 1:], now
+            self.waiting_calm[:, :-1], self.waiting_calm[:, -1] = self.waiting_calm[:, 1:], now_calm
+        else:
+            weight = weight * young
+        count = weight.sum(axis=1)
+        many = np.maximum(count, 1.0)[:, None]
+        rate = np.minimum(np.maximum(count / 256, 3.0 * count / np.maximum(points - 27, 1.0)), 1.0) * (
+            self.points > self.start
+        )
+        off = np.minimum(
+            _ABS_TO_SIGMA * np.abs(linear - self.centre[:, None]),
+            4.0 * np.maximum(self.spread, _LEAST_SPREAD)[:, None],
+        )
+        share = (rate * (count > 0))[:, None]
+        self.centre += share * ((linear * weight[:, :, None]).sum(axis=1) / many - self.centre)
+        self.spread += share * ((off * weight[:, :, None]).sum(axis=1) / many - self.spread)
+
+    def forget_recent(self, rows: np.ndarray) -> None:
+        """What these rows saw lately is no reference after all: they have raised an alarm since."""
+        self.waiting_calm[rows] = 0.0
+
+    def _take_in_differences(self, calm: np.ndarray, count: np.ndarray, ratio: np.ndarray) -> None:
+        """Differences that left the window enter the reference mean m of `scale`: m += rate * m * (mean ratio - 1)."""
+        filled = self.reference_points >= _DIFFERENCES
+        known = np.maximum(self.reference_points - _DIFFERENCES, 0) + 1.0
+        mean = (ratio * calm).sum(axis=1) / np.maximum(count, 1.0)
+        rate = filled * np.minimum(np.maximum(count / _REFERENCE, count / known), 1.0) * (count > 0)
+        self.difference_mean += rate * self.unit_now * mean - rate * self.difference_mean
+        # While the window fills for the first time, its own differences are the only unit there is.
+        filling = ~filled & (self.points > 1)
+        if filling.any():
+            step = np.abs(self.last - self.before_last)
+            first = 1.0 / np.minimum(np.maximum(self.points - 1.0, 1.0), 32.0)
+            self.difference_mean += filling * first * (np.minimum(step, 4.0 * self._unit(3.0)) - self.difference_mean)
+        self.reference_points += np.where(
+            filled, count, np.minimum(self.points - 1, _DIFFERENCES) - self.reference_points
+        ).astype(np.int64)
+
+    def _unit(self, times: float = 1.0) -> np.ndarray:
+        return times * np.maximum(self.difference_mean, 0.3 * self.floors)
+
+    def _derive(self) -> None:
+        sigma = np.minimum(self.sigma, 1.4 * self.fast_sigma)
+        young = np.flatnonzero(self.points < _YOUNG)
+        if len(young):  # residuals of the steep start are no noise: step-to-step differences do not see the trend
+            steps = np.abs(np.diff(self.recent[young, -_EARLY:], axis=1))
+            sigma[young] = np.minimum(sigma[young], _MAD_TO_SIGMA * np.median(steps, axis=1))
+        self.mature = (self.points >= _YOUNG).astype(np.float64)
+        sigma = np.maximum(sigma, self.floors)
+        self.sigma_now = sigma * np.minimum(
+            1.0 + 8.0 / np.maximum(self.points, 1), 2.0
+        )  # few points: not so sure of it
+        self.unit_now = np.maximum(self.difference_mean, self.floors)
+        self.centre_now = np.maximum(self.centre, 0.0)  # a falling loss must not make its end look like a rise
+        self.spread_now = np.maximum(self.spread, _LEAST_SPREAD)
+        self.speaks[:, :LEVEL] = (self.points >= self.start)[:, None]
+        self.speaks[:, LINEAR] = (self.points >= self.trend_after)[:, None]
+        self.speaks[:, SCALE] = self.reference_points >= self.scale_after
+
+    def rebase(self, row: int) -> None:
+        """Take the last 16 values of a row as its level from now on; the noise may have grown, not shrunk."""
+        recent = self.recent[row, -32:]
+        level = float(np.median(recent[-_MEDIAN:]))
+        self.accepted[row] = recent[-_MEDIAN:]
+        self.window[row] = level
+        self.level_1[row] = self.level_2[row] = level
+        noise = _ABS_TO_SIGMA * float(np.mean(np.abs(recent - np.median(recent))))
+        self.sigma[row] = max(float(self.sigma[row]), noise)
+        self.fast_sigma[row] = max(float(self.fast_sigma[row]), noise)
+        self._derive()
+
+
+def _push(array: np.ndarray, rows: Any, values: np.ndarray) -> None:
+    """Shift the windows of `rows` by one and append."""
+    array[rows, :-1] = array[rows, 1:]
+    array[rows, -1] = values
