@@ -19,10 +19,13 @@ class SnapshotConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The filesystem store. every: steps between checkpoints (0: none); keep: how many complete ones.
+    """The filesystem store. every: steps between checkpoints (0: none); keep: how many complete ones. keep_best: and the
+    one with the best evaluation, however old (BR-35); evaluate at multiples of `every`, for only weights that were both
+    saved and evaluated can be it.
 
     on_failure: what all ranks do together when a save fails on any of them."""
 
     every: int = 25
     keep: int = 3
+    keep_best: bool = True
     on_failure: str = "continue"  # continue | abort

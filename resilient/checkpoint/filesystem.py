@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,7 @@ from resilient.checkpoint.manifest import (
     MANIFEST,
     MANIFEST_LIMIT,
     Checkpoint,
+    Health,
     Manifest,
     Part,
     folder_name,
@@ -39,9 +42,9 @@ from resilient.checkpoint.manifest import (
     write_manifest,
 )
 from resilient.checkpoint.parts import note_name, read_part, write_part
-from resilient.checkpoint.retention import to_delete
+from resilient.checkpoint.retention import best_of, to_delete
 from resilient.checkpoint.snapshot import PARTS, Snapshot
-from resilient.errors import CheckpointError, NothingUsable
+from resilient.errors import CheckpointError, NothingUsable, ResilientError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class FilesystemStore:
     folder: usually <run>/checkpoints. A folder that only some ranks see is refused.
     vote: collective with its own deadline; all ranks call it, True only if every rank said True. Its deadline must
         exceed the time the slowest rank needs to write or read its part.
-    keep: complete checkpoints to keep (at least one stays).
+    keep: complete checkpoints to keep (at least one stays). keep_best: and the one with the best evaluation.
     fingerprint: JSON values that must be equal to load: engine, precision, model shape and the like.
     visible_s: how long a rank waits for a file that another rank has written.
     may_write: called on rank 0 before a save; raises when this process must not write any more (a newer generation).
@@ -69,6 +72,7 @@ class FilesystemStore:
         world: int,
         vote: Callable[[bool], bool],
         keep: int,
+        keep_best: bool = True,
         run_id: str,
         generation: int,
         fingerprint: Mapping[str, Any],
@@ -77,7 +81,7 @@ class FilesystemStore:
     ) -> None:
         self.folder = Path(folder).absolute()
         self.rank, self.world = rank, world
-        self.keep = keep
+        self.keep, self.keep_best = keep, keep_best
         self.run_id, self.generation = run_id, generation
         self.fingerprint = _as_json(dict(fingerprint))
         self.visible_s = visible_s
@@ -93,10 +97,11 @@ class FilesystemStore:
 
     # -- save ---------------------------------------------------------------------------------------------------
 
-    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None = None) -> bool:
+    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None = None, health: Health | None = None) -> bool:
         """Commit a snapshot. Call on all ranks at the same step; returns the same on all: True once every rank sees it.
 
-        outer: JSON state that outlives a rollback (budget, skipped data); rank 0's is stored in the manifest.
+        outer: JSON state that outlives a rollback (budget, skipped data); rank 0's is stored in the manifest, and so is
+        its `health`.
         False means that nothing was committed and older checkpoints are untouched; `problem` says why.
         Saving the same (step, attempt) again does nothing. Raises CheckpointError if a required part is missing,
         and whatever the vote raises when ranks do not come (BR-22)."""
@@ -109,7 +114,7 @@ class FilesystemStore:
         committed = (
             self._agree(f"prepare {path.name}", lambda: self._prepare(path, missing))
             and self._agree(f"write {part_name(self.rank)}", lambda: self._write(path, snapshot))
-            and self._agree(f"commit {path.name}", lambda: self._commit(path, snapshot, outer))
+            and self._agree(f"commit {path.name}", lambda: self._commit(path, snapshot, outer, health))
             and self._agree(f"see {path.name} committed", lambda: self._see(path))
         )
         if not committed:
@@ -158,7 +163,7 @@ class FilesystemStore:
             )
         self._own = write_part(path, self.rank, snapshot)
 
-    def _commit(self, path: Path, snapshot: Snapshot, outer: dict[str, Any] | None) -> None:
+    def _commit(self, path: Path, snapshot: Snapshot, outer: dict[str, Any] | None, health: Health | None) -> None:
         if self.rank != 0:
             return
         known = list_checkpoints(self.folder).complete
@@ -177,6 +182,7 @@ class FilesystemStore:
             versions=installed_versions(),
             written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             outer=_as_json(outer),
+            health=health or Health(),
         )
         write_manifest(path, manifest)
 
@@ -205,13 +211,42 @@ class FilesystemStore:
         if self._created is not None:
             self._delete(self._created)
 
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Note the evaluation (by name: eval_loss, ...) of the checkpoint of `step` that this process saved or loaded last, if there is one. Rank 0
+        writes, the others do nothing; a failure is a warning."""
+        if self.rank != 0:
+            return
+        attempts = [attempt for held, attempt in self._held if held == step]
+        if not attempts:
+            return
+        path = self.folder / folder_name(step, max(attempts))
+        try:
+            self._may_write()
+            manifest = read_manifest(path)
+            found = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            write_manifest(path, replace(manifest, health=replace(manifest.health, evaluation=found)))
+        except (OSError, ResilientError) as error:
+            log.warning("the evaluation of step %d could not be noted in %s: %s", step, path, error)
+
+    def best(self) -> Checkpoint | None:
+        """The complete checkpoint with the smallest evaluation loss. For one rank: it lists the folder."""
+        try:
+            complete = {c.path.name: c for c in list_checkpoints(self.folder).complete if c.manifest.health.sound}
+        except OSError:
+            return None
+        name = best_of({name: c.manifest.health.eval_loss for name, c in complete.items()})
+        return complete[name] if name is not None else None
+
     def _prune(self) -> None:
         listing = list_checkpoints(self.folder)
+        best = self.best() if self.keep_best else None
+        sick = {c.path.name for c in listing.complete if not c.manifest.health.sound}
         for name in to_delete(
             [c.path.name for c in listing.complete],
             [o.path.name for o in listing.orphans],
             keep=self.keep,
-            rejected=self._rejected,
+            rejected=self._rejected | sick,
+            best=best.path.name if best is not None else None,
         ):
             self._delete(self.folder / name)
 
@@ -269,6 +304,7 @@ class FilesystemStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 complete = list_checkpoints(self.folder).complete
                 wanted = [c for c in complete if step is None or c.manifest.step == step]
+                wanted.sort(key=lambda c: not c.manifest.health.sound)  # stable: newest first, sick ones last
                 write_json(path, self._as_choice(wanted, complete))
 
         def see() -> None:

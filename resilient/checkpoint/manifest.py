@@ -57,6 +57,28 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Health:
+    """How good the weights of a checkpoint are (BR-35). Retention and the order of candidates at a load go by it.
+
+    finite: the weights of all ranks, when saved. level: the stability letter then, "" if nobody judged.
+    evaluation: what an evaluation of these very weights found, by name (eval_loss, entropy, repetition), null for what
+    was not finite; empty: not evaluated. It may come after the commit, so the manifest's digest leaves this part out. A
+    resumed run hands it to its judge, who had not heard of it when this was saved (BR-46)."""
+
+    finite: bool = True
+    level: str = ""
+    evaluation: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        return self.finite and None not in self.evaluation.values()
+
+    @property
+    def eval_loss(self) -> float | None:
+        return self.evaluation.get("eval_loss")
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a committed checkpoint holds. `serial` counts commits in this folder and orders them: steps and generations
     may both come again, after a rollback or a new `resilient launch` of the same run."""
@@ -76,6 +98,7 @@ class Manifest:
     written_at: str
     outer: dict[str, Any] | None = None
     format: int = FORMAT
+    health: Health = field(default_factory=Health)
 
     @property
     def digest(self) -> str:
@@ -84,7 +107,8 @@ class Manifest:
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    sealed = {key: value for key, value in content.items() if key != "health"}
+    return hashlib.blake2b(json.dumps(sealed, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def installed_versions() -> dict[str, str]:
@@ -115,7 +139,8 @@ def read_manifest(folder: Path) -> Manifest:
         if digest != _content_digest(content):
             raise ValueError("its content does not match its digest")
         parts = tuple(Part(**part) for part in content.pop("parts"))
-        manifest = Manifest(parts=parts, **content)
+        health = Health(**content.pop("health", {}))
+        manifest = Manifest(parts=parts, health=health, **content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"unusable manifest {path}: {error}") from error
     if len(parts) != manifest.world:

@@ -44,7 +44,9 @@ def _run(job: JobConfig, problems: list[str]) -> None:
     }
     not_negative = {
         "run.eval_every": run.eval_every,
+        "run.sample_tokens": run.sample_tokens,
         "run.log_every": run.log_every,
+        "run.guard.nan_probes": run.guard.nan_probes,
         "run.threads": run.threads,
         "run.snapshot.every": run.snapshot.every,
         "run.checkpoint.every": run.checkpoint.every,

@@ -27,7 +27,7 @@ from resilient.recovery.verdict import GENERATION, write_verdict
 from resilient.telemetry.run_directory import RunDirectory
 from resilient.train.config import JobConfig
 from resilient.train.data import TokenStream, as_text
-from resilient.train.evaluate import HeldOut
+from resilient.train.evaluate import HeldOut, Sampler
 from resilient.train.loop import next_byte_loss, train
 from resilient.train.model import GPT
 from resilient.train.optim import make_optimizer, make_scheduler
@@ -71,7 +71,7 @@ def _train_to_the_end(
     guard: Guard | None = None
     code, status, reason, eval_loss = ExitCode.DONE, "done", "done", None
     try:
-        guard, stream, evaluate, objective = _assemble(config, resolved, directory, exchange, device, runtime)
+        guard, stream, evaluate, sample, objective = _assemble(config, resolved, directory, exchange, device, runtime)
         signal.signal(signal.SIGTERM, lambda *_: guard.preempt())
         signal.signal(signal.SIGUSR1, lambda *_: guard.preempt())
         try:
@@ -81,6 +81,7 @@ def _train_to_the_end(
                 steps=config.run.steps,
                 eval_every=config.run.eval_every,
                 probe_every=config.model.probe_every,
+                sample=sample,
                 objective=objective,
             )
             guard.finish("done", eval_loss=eval_loss)
@@ -117,7 +118,7 @@ def _assemble(
     exchange: Exchange,
     device: torch.device,
     runtime: Runtime,
-) -> tuple[Guard, TokenStream, HeldOut, Any]:
+) -> tuple[Guard, TokenStream, HeldOut, Sampler | None, Any]:
     """Model, data, engine, faults, guard. Faults go in before the guard, which must see what they do."""
     run_config, rank, world = config.run, exchange.rank, exchange.world_size
     _seed(run_config.seed)  # the same on all ranks: one model
@@ -135,6 +136,9 @@ def _assemble(
     )
     _seed(run_config.seed + 1 + rank)  # and a random stream of its own for every rank
     evaluate = HeldOut(engine, stream.corpus, config.data, batches=run_config.eval_batches, rank=rank, world=world)
+    sample = None
+    if run_config.sample_tokens > 0:
+        sample = Sampler(engine, stream.corpus, config.data, tokens=run_config.sample_tokens, seed=run_config.seed)
     guard: Guard | None = None
     fault = faults.parse(resolved.get("fault") or {"kind": "none"})
     engine, data, objective = faults.install(
@@ -167,7 +171,7 @@ def _assemble(
         exchange=exchange,
         text=as_text,
     )
-    return guard, stream, evaluate, objective
+    return guard, stream, evaluate, sample, objective
 
 
 def _device(runtime: Runtime) -> torch.device:

@@ -15,9 +15,14 @@ class GuardConfig:
     on_uneven_data: what happens when ranks run out of data at different times (BR-41).
     on_epoch_tail: what happens to an incomplete accumulation window at the end of an epoch (BR-18).
     blind_after: steps after which a tap that never reported is an error (BR-47).
-    weights_every: steps between measurements of the weight norm (0: never).
+    weights_every: steps between measurements of the weight norm, and of Adam's RMS(g^2/v) (0: never).
+    updates_every: steps between measurements of the update norm (0: never). Needs room for a copy of the parameters
+        that a rank steps, while it steps them; on the CPU for good.
+    layers: gradient and update norms by layer group, too (S3).
     scene: what is kept of a refused step (T3, T12): none | batch | full (the rank's whole state too).
-    scene_limit: scenes per rank and start."""
+    scene_limit: scenes per rank and start.
+    nan_probes: how often in one start a window refused for a non-finite value is run once more, with hooks on every
+        module, to name the module it began in (T6). 0: never."""
 
     exchange_timeout_s: float = 120.0
     on_guard_failure: Literal["continue", "stop"] = "continue"
@@ -25,5 +30,8 @@ class GuardConfig:
     on_epoch_tail: Literal["drop", "flush", "carry"] = "drop"
     blind_after: int = 2
     weights_every: int = 10
+    updates_every: int = 1
+    layers: bool = True
     scene: Literal["none", "batch", "full"] = "batch"
     scene_limit: int = 20
+    nan_probes: int = 3

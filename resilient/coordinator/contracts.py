@@ -1,7 +1,8 @@
-"""What must hold at every gate whatever the numbers say: schedule, counters, agreement, and a monitor that sees.
+"""What must hold at every gate whatever the numbers say: schedule, counters, agreement, empty gradient
+buffers, and a monitor that sees.
 
 Each rank checks its own bookkeeping and tells the others in its row; all ranks then raise the same error from the same table
-(BR-09, BR-10, BR-18, BR-47).
+(BR-04, BR-09, BR-10, BR-18, BR-47).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import numpy as np
 
 from resilient.engines.base import Engine
-from resilient.errors import CounterMismatch, MonitorBlind, RankDisagreement, ScheduleMismatch
+from resilient.errors import CounterMismatch, GradientsLeft, MonitorBlind, RankDisagreement, ScheduleMismatch
 from resilient.signals import Flag, StepTable
 
 
@@ -22,6 +23,9 @@ class Contracts:
         self._engine = engine
         self._blind_after = blind_after
         self._seen = np.zeros(world_size, dtype=bool)  # ranks whose taps have reported
+        self._reduced_seen = False  # a gradient after reduction
+        self._output_seen = np.zeros(world_size, dtype=bool)  # ranks whose model output was looked at
+        self._remarked = False
         self._lr = engine.lr()
         self._step_offset = engine.counters().steps  # steps taken before the guard came
         self._schedule_offset = 0
@@ -73,7 +77,33 @@ class Contracts:
                 f"on rank {_list(ranks)} the engine counts {self.engine_steps()} steps, the guard {applied}: something "
                 "besides the guard steps the optimizer"
             )
+        self._check_cleared(table)
         self._check_sight(table, attempts)
+
+    def remark(self, table: StepTable, attempts: int) -> str | None:
+        """Once: what is not measured although it could be, and harms nothing else (BR-47)."""
+        self._output_seen |= ~np.isnan(table.column("logit_max"))
+        if self._remarked or attempts < self._blind_after:
+            return None
+        self._remarked = True
+        ranks = table.ranks_where(~self._output_seen)
+        if not ranks:
+            return None
+        return (
+            f"no output of the model has reached the guard on rank {_list(ranks)} in {attempts} steps: logit_max and "
+            "non-finite outputs are not measured. Call the model itself, not one of its methods, and have it return logits"
+        )
+
+    def _check_cleared(self, table: StepTable) -> None:
+        left = table.column("leftover_sq")
+        ranks = table.ranks_where(~(left == 0))  # NaN is not 0
+        if ranks:
+            norms = ", ".join(f"{math.sqrt(left[rank]):.4g}" for rank in ranks)
+            raise GradientsLeft(
+                f"on rank {_list(ranks)} gradients from before were still in the buffers when step {table.step} began "
+                f"(norm {norms}): they would add up with its own. Is there a backward that the guard does not know of, or "
+                "a wrapper that keeps the gradients from being cleared?"
+            )
 
     def _check_sight(self, table: StepTable, attempts: int) -> None:
         norms = table.column("local_grad_norm")
@@ -84,6 +114,12 @@ class Contracts:
             raise MonitorBlind(
                 f"monitor blind: no gradient reached the guard on rank {_list(table.ranks_where(~self._seen))} in {attempts} "
                 "steps. Is the wrapped model the one that is trained, and is guard.backward called?"
+            )
+        self._reduced_seen |= table.grad_norm != 0
+        if attempts >= self._blind_after and not self._reduced_seen and (norms != 0).any():
+            raise MonitorBlind(
+                f"monitor blind: gradients were computed but none was left at the gate in {attempts} steps. Is zero_grad "
+                "called between guard.backward and guard.step?"
             )
 
 

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from resilient.checkpoint.config import CheckpointConfig
+from resilient.checkpoint.manifest import Checkpoint, Health
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.config import GuardConfig
@@ -30,6 +31,8 @@ from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.outer import Outer
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
+from resilient.coordinator.requests import RequestDesk, granted
+from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
 from resilient.coordinator.state import StateKeeper
 from resilient.engines.base import Engine
 from resilient.errors import (
@@ -42,6 +45,7 @@ from resilient.errors import (
     StopRequested,
 )
 from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
+from resilient.signals.record import names_digest
 
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
 
@@ -49,8 +53,14 @@ _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and ung
 class Store(Protocol):
     """Where checkpoints go. All methods are collective."""
 
-    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None) -> bool:
+    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None, health: Health | None = None) -> bool:
         """True on all ranks if the checkpoint is committed and visible; False on all ranks if it is not."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Note the evaluation of the checkpoint of `step`, if there is one. Not collective."""
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint with the best evaluation. For one rank."""
 
 
 class Scene(Protocol):
@@ -64,7 +74,8 @@ class Coordinator:
     decides nothing: it only counts, feeds data and saves checkpoints.
 
     Attributes that a loop may read: `applied` (steps in force), `step_index` (step being attempted, 1-based),
-    `window_size`, `window_tokens` (over all ranks, 0 if unknown), `guarded`.
+    `window_size`, `window_tokens` (over all ranks, 0 if unknown), `guarded`, `rerunning` (a refused window is only looked
+    at again).
     """
 
     def __init__(
@@ -81,6 +92,8 @@ class Coordinator:
         listeners: Sequence[Listener] = (),
         outer_path: Path | None = None,
         scene: Scene | None = None,
+        origin: OriginProbe | None = None,
+        requests: tuple[Path, int] | None = None,
     ) -> None:
         self.engine = engine
         self.feed = feed
@@ -93,14 +106,18 @@ class Coordinator:
         self.guarded = judge is not None
         self.window_size = feed.accumulation
         self.window_tokens = 0.0
+        self.rerunning = False
         self._checkpoint = checkpoint or CheckpointConfig(every=0)
         self._store = store
         self._listeners = Listeners(listeners, exchange.rank)
         self._outer_path = outer_path if exchange.rank == 0 else None
         self._scene = scene
+        self._rerun: Rerun | None = None  # T6
+        if judge is not None and origin is not None and config.nan_probes > 0:
+            self._rerun = Rerun(engine, exchange, origin, config.nan_probes)
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, exchange.world_size, config.blind_after)
-        self._measure = Measurement(engine) if judge is not None else None
+        self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None
         self._micro = 0
         self._backwards = 0
@@ -115,6 +132,11 @@ class Coordinator:
         self._leaving = False
         self._exchange_works = True
         self._last_loss: torch.Tensor | None = None
+        self._evaluated: dict[str, float] = {}  # since the last attempt, by column
+        self._last_evaluation: tuple[int, dict[str, float]] = (-1, {})
+        self._desk = None  # requests: run directory and generation; from outside, read on rank 0 and shared in its row
+        if requests is not None and exchange.rank == 0:
+            self._desk = RequestDesk(*requests, self._tell)
 
     # -- the loop's side ------------------------------------------------------------------------------------------
 
@@ -122,8 +144,10 @@ class Coordinator:
     def step_index(self) -> int:
         return self.applied + 1
 
-    def start(self, resume: Snapshot | None = None, outer: Outer | None = None) -> None:
-        """Begin or resume. Call once on all ranks before the first batch."""
+    def start(self, resume: Snapshot | None = None, outer: Outer | None = None, health: Health | None = None) -> None:
+        """Begin or resume. Call once on all ranks before the first batch. health: of the checkpoint resumed from."""
+        if health is not None:
+            self._evaluated = {name: math.inf if v is None else v for name, v in health.evaluation.items()}
         if outer is not None:
             self.outer = outer
             for first, last in outer.excluded:
@@ -167,6 +191,9 @@ class Coordinator:
             self._snapshot_if(self.guarded and self.ring.config.every > 0)
             self._pass_over = False
         while steps is None or self.applied < steps:
+            refused = self._rerun.due() if self._rerun is not None and self.guarded else None
+            if refused is not None:
+                yield from self._run_again(refused)
             if not self._data_left():
                 if epochs is None or self.feed.epoch + 1 >= epochs or self.config.on_uneven_data == "stop_all":
                     self._pass_over = True
@@ -180,19 +207,21 @@ class Coordinator:
             for index, batch in enumerate(batches):
                 self.engine.begin_micro_step(index, len(batches))
                 yield batch
-                if self._window is not None and self._micro != index + 1:
-                    raise MonitorBlind(
-                        "a batch was taken but guard.step() was not called for it: call guard.backward(loss) and "
-                        "guard.step() once per micro-batch"
-                    )
+                if self._window is not None:
+                    self._check_micro(index)
 
     def backward(self, loss: torch.Tensor, report: torch.Tensor | None = None, tokens: float | None = None) -> None:
         """Backward of one micro-step. `report`: the rank's own mean loss to show, when `loss` is weighted for the global
         mean; `tokens`: how many tokens it is over. Neither may cost a host sync."""
-        if self._measure is not None and self.guarded:
+        if self.rerunning:
+            assert self._rerun is not None
+            self._rerun.loss(loss if report is None else torch.stack((loss.reshape(()), report.to(loss).reshape(()))))
+        elif self._measure is not None and self.guarded:
             self._measure.loss(loss, report, tokens)
         self._last_loss = (loss if report is None else report).detach()
         self.engine.backward(loss)
+        if self._measure is not None:
+            self._measure.backward_done()
         self._backwards += 1
 
     def step(self) -> bool:
@@ -201,7 +230,7 @@ class Coordinator:
         Raises StopRequested when the policy stops, Preempted after a TERM, and the named contract errors; always on all
         ranks together."""
         self._micro += 1
-        if self._window is None or self._micro < len(self._window.batches):
+        if self._window is None or self.rerunning or self._micro < len(self._window.batches):
             return False
         if not self.guarded:
             self._apply_unguarded()
@@ -224,6 +253,11 @@ class Coordinator:
             if self._measure is not None:
                 self._measure.pause(False)
 
+    def probe(self, attention_entropy: Any = None, attention_logit_max: Any = None) -> None:
+        """What the loop's own model knows about its attention in this window. Nothing without a guard."""
+        if self._measure is not None and self.guarded:
+            self._measure.probe(attention_entropy, attention_logit_max)
+
     def request_checkpoint(self) -> None:
         """Save at the next quiescent point (BR-19), on all ranks even if only one asks (BR-22)."""
         self._pending_flags |= Flag.CHECKPOINT
@@ -240,6 +274,17 @@ class Coordinator:
             raise Interrupted("told to end after the guard had broken")
         self._pending_flags |= Flag.PREEMPTED
 
+    def evaluated(self, step: int, values: Mapping[str, float], about: Mapping[str, Any]) -> None:
+        """What an evaluation at `step` found. It rides in the next attempt's row, so that all ranks judge the same.
+
+        values: by column (eval_loss, entropy, repetition); one that is not finite rides as inf. about: the event."""
+        self._evaluated = {name: v if math.isfinite(v) else math.inf for name, v in values.items()}
+        if step == self.applied:
+            self._last_evaluation = (step, self._evaluated)
+            if self._store is not None:
+                self._store.evaluated(*self._last_evaluation)  # BR-35: retention knows which one is the best
+        self._tell("evaluation", {"step": step, **about})
+
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Something the loop wants in the journal."""
         self._tell(kind, fields)
@@ -249,6 +294,8 @@ class Coordinator:
         if self._measure is not None:
             self._measure.close()
             self._measure = None
+        if self._desk is not None:
+            self._desk.close(self.applied)
         self._listeners.close()
         self.exchange.close()
 
@@ -265,6 +312,37 @@ class Coordinator:
         self._clock = time.perf_counter()
         if self._measure is not None and self.guarded:
             self._measure.start()
+        if self._rerun is not None and self.guarded:
+            self._rerun.mark(self.window_tokens)
+
+    def _run_again(self, refused: Refused) -> Iterator[Any]:
+        """A refused window once more, for a look at where its NaN began (see rerun.py). It counts for nothing."""
+        assert self._rerun is not None and self._measure is not None
+        tokens_to_come, self.window_tokens = self.window_tokens, refused.tokens
+        self._window, self.window_size = refused.window, len(refused.window.batches)
+        self._micro, self.rerunning = 0, True
+        self._measure.pause(True)
+        try:
+            with closing(self._rerun.deliver(refused)) as batches:
+                for index, batch in enumerate(batches):
+                    yield batch
+                    self._check_micro(index)
+        finally:
+            self._measure.pause(False)
+            self.rerunning, self._window, self.window_tokens = False, None, tokens_to_come
+        try:
+            origin = self._rerun.agree(refused)
+        except ExchangeFailed as error:
+            self._exchange_works = False
+            return self._guard_failed(error)
+        self._tell("nan_origin", origin)
+
+    def _check_micro(self, index: int) -> None:
+        if self._micro != index + 1:
+            raise MonitorBlind(
+                "a batch was taken but guard.step() was not called for it: call guard.backward(loss) and guard.step() "
+                "once per micro-batch"
+            )
 
     def _vote_and_act(self) -> None:
         """The gate. Anything that breaks in the guard itself leaves the job training, unguarded and loudly."""
@@ -291,6 +369,9 @@ class Coordinator:
             self._guard_failed(error)
             return self._apply_unguarded()
         self._contracts.check(table, self.applied, self.outer.attempts + 1)
+        remark = self._contracts.remark(table, self.outer.attempts + 1)
+        if remark:
+            self._tell("warning", {"message": remark})
         self._note_next(table)
         try:
             judgement = self._judge(table)
@@ -315,9 +396,14 @@ class Coordinator:
         record.has_next = float(upcoming is not None)
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
         record.wait_s, self.feed.wait_s = self.feed.wait_s, 0.0
+        evaluated, self._evaluated = self._evaluated, {}
+        for name, value in evaluated.items():
+            setattr(record, name, value)
         record.digest = self._digest
         dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
         record.flags = self._pending_flags | dropped | self._contracts.flags(self.applied)
+        if self._desk is not None:
+            self._desk.fill(record)
         return record
 
     def _judge(self, table: StepTable) -> Judgement:
@@ -326,6 +412,9 @@ class Coordinator:
             table,
             dynamic_scale=self.engine.dynamic_loss_scale(),
             targets=lambda onset: len(self.ring.targets(onset)),
+        )
+        judgement, self.outer.lr_factor = granted(
+            judgement, table, self.outer.lr_factor, lambda onset: len(self.ring.targets(onset))
         )
         if judgement.decision.action != "apply":
             self._confirm(judgement.decision)
@@ -351,8 +440,11 @@ class Coordinator:
         self.outer.nonfinite_grad += int((table.column("nonfinite_backward") > 0).any() or in_reduction)
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
-        if decision.incident and self._scene is not None and self.judge.ladder.refused_in_a_row == 0:
+        first = self.judge.ladder.refused_in_a_row == 0
+        if decision.incident and self._scene is not None and first:
             self._scene(decision, window.batches, self.engine)
+        if self._rerun is not None:
+            self._rerun.consider(judgement, window, first)
         applied, target, excluded = False, None, None
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
@@ -381,13 +473,17 @@ class Coordinator:
             self._listeners.tell("incident", incident_report(judgement, target, excluded))
         if decision.action == "stop":
             self.engine.skip(False)
-            raise StopRequested(f"step {decision.step}: {decision.reason}")
+            raise StopRequested(f"step {decision.step}: {decision.reason}{self._kept()}")
         self._commit(applied, table)
+        if self._desk is not None:
+            saved = self._last_checkpoint == self.applied
+            self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
 
     def _apply(self, grad_norm: float | None, knobs: Knobs) -> bool:
         """Optimizer step, schedule and counters move together. False if the engine refused the step by itself."""
         before = self.engine.counters().steps
-        self.engine.apply(grad_norm, knobs)
+        with self._measure.stepping(self.step_index) if self._measure and self.guarded else nullcontext():
+            self.engine.apply(grad_norm, knobs)
         applied = self.engine.counters().steps == before + 1
         if applied:
             self.applied += 1
@@ -442,6 +538,8 @@ class Coordinator:
         if excluded is not None:
             self.outer.excluded.append(list(excluded))
         self.applied = snapshot.step
+        if self._measure is not None:
+            self._measure.forget_update()
         self.ring.drop_after(snapshot.step)
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
         self._contracts.remember_lr()
@@ -476,12 +574,16 @@ class Coordinator:
                 f"data window {self.feed.position} against {snapshot.position}"
             )
         try:
-            saved = self._store.save(snapshot, self.outer.as_dict())
+            finite = bool(torch.isfinite(self.engine.weight_sq_share()))
+            health = Health(finite=self.exchange.vote(finite, snapshot.step), level=self._level())
+            saved = self._store.save(snapshot, self.outer.as_dict(), health)
         except ExchangeFailed as error:  # nothing was committed, and training does not depend on it
             self._exchange_works = False
             return self._guard_failed(error)
         if saved:
             self._last_checkpoint = snapshot.step
+            if self._last_evaluation[0] == snapshot.step:
+                self._store.evaluated(*self._last_evaluation)
             self._tell("checkpoint", {"step": snapshot.step})
         elif self._checkpoint.on_failure == "abort":
             raise GuardError(
@@ -491,6 +593,16 @@ class Coordinator:
             self._tell(
                 "warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"}
             )
+
+    def _kept(self) -> str:
+        """The best checkpoint, in words; only rank 0 looks."""
+        best = self._store.best() if self._store is not None and self.exchange.rank == 0 else None
+        if best is None:
+            return ""
+        return f"; best evaluation at step {best.manifest.step} ({best.manifest.health.eval_loss:.4g}), checkpoint kept"
+
+    def _level(self) -> str:
+        return self.judge.level().letter if self.judge is not None and self.guarded else ""
 
     def save_final(self) -> None:
         """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
@@ -505,7 +617,14 @@ class Coordinator:
         record = StepRecord(self.step_index, self.outer.attempts, kind=Kind.HELLO, loss=0.0, loss_max=0.0)
         record.has_next = float(upcoming is not None)
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
-        self._note_next(self.exchange.table(record))
+        layers = self.engine.layers.names if self.config.layers else ()
+        record.digest = names_digest(layers)
+        table = self.exchange.table(record)
+        alike = bool((table.column("digest") == record.digest).all())
+        self.exchange.layers = layers if alike else ()  # in every row from the next one on
+        if not alike:
+            self._tell("warning", {"message": "the ranks' models have different layers: no norms by layer group"})
+        self._note_next(table)
 
     def _note_next(self, table: StepTable) -> None:
         self._have_next = table.column("has_next") > 0
@@ -546,6 +665,8 @@ class Coordinator:
 
     def _apply_unguarded(self) -> None:
         """What the loop would have done without us. Checkpoints go on as long as the ranks can vote on them."""
+        if self._desk is not None:
+            self._desk.refuse_all("this run is not guarded now: its ranks cannot agree on a request", self.applied)
         self.outer.attempts += 1
         applied = self._apply(None, Knobs())
         self.outer.skipped += not applied

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from resilient.errors import ExchangeFailed
-from resilient.signals import COLUMNS, Flag, Kind, StepRecord, StepTable
+from resilient.signals import Flag, Kind, StepRecord, StepTable
+from resilient.signals.record import COLUMNS, LAYER_COLUMNS, row_width
 
 
 class Exchange:
@@ -28,6 +29,7 @@ class Exchange:
         self.device = device
         self.timeout = timedelta(seconds=timeout_s)
         self.peers = peers
+        self.layers: tuple[str, ...] = ()  # groups in the tail of every row; change it on all ranks together
         self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.world_size = dist.get_world_size() if self.distributed else 1
@@ -43,8 +45,8 @@ class Exchange:
         """All ranks' records. Collective. Raises ExchangeFailed when a rank did not come in time or sent another kind."""
         row = self.pack(record)
         if not self.distributed:
-            return StepTable(row.cpu().numpy()[None, :], self.peers)
-        matrix = torch.zeros((self.world_size, len(COLUMNS)), dtype=torch.float64, device=self.device)
+            return StepTable(row.cpu().numpy()[None, :], self.peers, self.layers)
+        matrix = torch.zeros((self.world_size, len(row)), dtype=torch.float64, device=self.device)
         matrix[self.rank] = row
         try:
             work = dist.all_reduce(matrix, group=self._group, async_op=True)
@@ -52,7 +54,7 @@ class Exchange:
             work.wait(self.timeout)
         except (RuntimeError, dist.DistBackendError) as error:
             raise ExchangeFailed(f"the exchange failed on rank {self.rank} at step {record.step}: {error}") from error
-        table = StepTable(matrix.cpu().numpy(), self.peers)  # the one host copy of the step
+        table = StepTable(matrix.cpu().numpy(), self.peers, self.layers)  # the one host copy of the step
         kinds = table.column("kind")
         if not (kinds == kinds[0]).all() and not table.ranks_flagged(Flag.GUARD_FAILED):
             raise ExchangeFailed(f"ranks are out of step: kinds {kinds.tolist()} at step {record.step}")
@@ -65,17 +67,17 @@ class Exchange:
         )
         return not self.table(record).ranks_flagged(Flag.NO)
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank. Collective; for start-up, not for the step loop."""
+    def share(self, value: Any, source: int = 0) -> Any:
+        """The JSON value of rank `source`, on every rank. Collective; for start-up, not for the step loop."""
         if not self.distributed:
             return value
-        text = json.dumps(value).encode() if self.rank == 0 else b""
+        text = json.dumps(value).encode() if self.rank == source else b""
         size = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        self._checked(dist.broadcast(size, src=0, group=self._group, async_op=True))
+        self._checked(dist.broadcast(size, src=source, group=self._group, async_op=True))
         payload = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
+        if self.rank == source:
             payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._checked(dist.broadcast(payload, src=0, group=self._group, async_op=True))
+        self._checked(dist.broadcast(payload, src=source, group=self._group, async_op=True))
         return json.loads(payload.cpu().numpy().tobytes())
 
     def _checked(self, work: Any) -> None:
@@ -85,14 +87,21 @@ class Exchange:
             raise ExchangeFailed(f"the exchange failed on rank {self.rank}: {error}") from error
 
     def pack(self, record: StepRecord) -> torch.Tensor:
-        """(len(COLUMNS),) float64 on the device. Device scalars are gathered there; host values travel as one copy."""
+        """(row_width(len(self.layers)),) float64 on the device. Device scalars are gathered there; host values travel as
+        one copy."""
         values = record.values()
         on_device = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
-        host = np.array([0.0 if isinstance(v, torch.Tensor) else float(v) for v in values])
+        host = np.full(row_width(len(self.layers)), np.nan)
+        host[: len(COLUMNS)] = [0.0 if isinstance(v, torch.Tensor) else float(v) for v in values]
         row = torch.from_numpy(host).to(self.device)
         if on_device:
             index = torch.tensor([i for i, _ in on_device], device=self.device)
             row[index] = torch.stack([v.detach().to(self.device, torch.float64).reshape(()) for _, v in on_device])
+        if self.layers:
+            tail = row[len(COLUMNS) :].view(len(LAYER_COLUMNS), len(self.layers))
+            for i, name in enumerate(LAYER_COLUMNS):
+                if name in record.layers:
+                    tail[i] = record.layers[name]
         return row
 
     def close(self) -> None:

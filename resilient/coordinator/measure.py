@@ -5,13 +5,17 @@ Everything here stays a 0-dim tensor on the engine's device until the exchange c
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from resilient.coordinator.config import GuardConfig
 from resilient.engines.base import Engine
+from resilient.engines.updates import Update
 from resilient.signals import StepRecord
 
 
@@ -30,6 +34,7 @@ class OutputTap:
         """Begin a window."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         self.peak, self.last, self.nonfinite = zero, zero, zero
+        self.seen = False  # any output that could be looked at
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.paused or not torch.is_grad_enabled():
@@ -44,6 +49,7 @@ class OutputTap:
         for tensor in _outputs(output):
             # the maximum norm is NaN or Inf if any element is: finiteness and peak in one pass, no boolean copy
             peak = torch.maximum(peak, torch.linalg.vector_norm(tensor.detach(), ord=torch.inf).to(peak))
+            self.seen = True
         finite = torch.isfinite(peak)
         self.last = peak
         self.nonfinite = self.nonfinite + (~finite)
@@ -56,11 +62,13 @@ class OutputTap:
 class Measurement:
     """Accumulates one window's measurements. Hooks the root module's output; `close` removes the hook."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: GuardConfig) -> None:
         self._engine = engine
+        self._config = config
+        self._windows = 0
+        self._update: Update | None = None  # of the last applied step, not told yet
         self._output = OutputTap(engine.device)
         self._hook = engine.module.register_forward_hook(self._output)
-        self.start()
 
     def start(self) -> None:
         """Begin a window."""
@@ -70,7 +78,10 @@ class Measurement:
         self._unweighted, self._micro_steps = zero, 0
         self._loss_max = zero - torch.inf
         self._nonfinite_loss = zero
-        self._started = time.perf_counter()
+        self._entropies: list[Any] = []
+        self._peaks: list[Any] = []
+        self._leftover = self._look_for_leftovers()
+        self._started = self._computed = time.perf_counter()
 
     def pause(self, paused: bool) -> None:
         """While paused (evaluation), outputs are not looked at."""
@@ -88,6 +99,31 @@ class Measurement:
         bad = ~torch.isfinite(shown) | ~torch.isfinite(loss.detach().to(torch.float64).reshape(()))
         self._nonfinite_loss = self._nonfinite_loss + (bad & torch.isfinite(self._output.last))
 
+    def backward_done(self) -> None:
+        """A micro-step's backward has returned: compute ends here, whatever the loop does before the gate."""
+        self._computed = time.perf_counter()
+
+    def probe(self, attention_entropy: Any = None, attention_logit_max: Any = None) -> None:
+        """What a model of the user's own knows about its attention, any number of times in a window (S8, S9)."""
+        if attention_entropy is not None:
+            self._entropies.append(attention_entropy)
+        if attention_logit_max is not None:
+            self._peaks.append(attention_logit_max)
+
+    @contextmanager
+    def stepping(self, step: int) -> Iterator[None]:
+        """The optimizer takes `step` in here: what it changes is measured if it is due, for the row of the next attempt."""
+        every, lag_every = self._config.updates_every, self._config.weights_every
+        due = every > 0 and step % every == 0
+        if due:
+            self._engine.watch_update(self._config.layers and lag_every > 0 and step % lag_every == 0)
+        yield
+        self._update = self._engine.take_update() if due else None
+
+    def forget_update(self) -> None:
+        """The last step was taken back."""
+        self._update = None
+
     def record(self, step: int, attempt: int) -> StepRecord:
         """Close the window: everything measured on this rank, and the engine's taps."""
         if self._output.problem is not None:
@@ -95,6 +131,15 @@ class Measurement:
         taps = self._engine.taps()
         earlier = (self._output.nonfinite > 0) | (self._nonfinite_loss > 0)
         backward = ~torch.isfinite(taps.local_sq).to(earlier.device) & ~earlier
+        entropy, peak = self._attention()
+        update, self._update = self._update, None
+        layers = {}
+        if self._config.layers:
+            layers["layer_sq_share"] = taps.layer_sq_share
+            if update is not None:
+                layers["layer_update_sq_share"] = update.sq_share
+            if update is not None and update.lag_share is not None:
+                layers["layer_lag_share"] = update.lag_share
         mean = self._loss_sum / self._weight if self._weight else self._unweighted / max(self._micro_steps, 1)
         return StepRecord(
             step=step,
@@ -106,12 +151,40 @@ class Measurement:
             nonfinite_forward=self._output.nonfinite,
             nonfinite_loss=self._nonfinite_loss,
             nonfinite_backward=backward,
-            logit_max=self._output.peak,
-            attention_entropy=_attention_entropy(self._engine.module),
+            logit_max=self._output.peak if self._output.seen else math.nan,
+            attention_entropy=entropy,
+            attention_logit_max=peak,
             loss_scale=self._engine.loss_scale(),
             lr=self._engine.lr(),
-            compute_s=time.perf_counter() - self._started,
+            compute_s=self._computed - self._started - taps.reduce_s,
+            collective_s=taps.collective_s if self._engine.device.type == "cpu" else math.nan,
+            leftover_sq=0.0 if self._leftover is None else self._leftover,
+            update_sq_share=math.nan if update is None else update.sq_share.sum(),
+            layers=layers,
         )
+
+    def _look_for_leftovers(self) -> torch.Tensor | None:
+        """Gradients that somebody left in the buffers would add up with this window's (BR-04). A look on the host, and a
+        pass over what is there only if something is; in the first windows, then now and then."""
+        self._windows += 1
+        if self._windows <= 4 or self._windows % 16 == 0:
+            return self._engine.leftover_sq()
+        return None
+
+    def _attention(self) -> tuple[Any, Any]:
+        """Mean entropy (nats) and peak |logit| of attention, NaN where unknown: from `probe`, and from a module that
+        leaves a list `attention_stats` of objects with `entropy` and `peak_logit` after a forward."""
+        stats = getattr(self._engine.module, "attention_stats", None) or ()
+        entropies = self._scalars([*self._entropies, *(layer.entropy for layer in stats)])
+        peaks = self._scalars([*self._peaks, *(layer.peak_logit for layer in stats)])
+        return entropies.mean() if len(entropies) else math.nan, peaks.amax() if len(peaks) else math.nan
+
+    def _scalars(self, values: list[Any]) -> torch.Tensor:
+        """(n,) float64 on the engine's device."""
+        each = [
+            torch.as_tensor(v, dtype=torch.float64, device=self._engine.device).detach().reshape(()) for v in values
+        ]
+        return torch.stack(each) if each else torch.empty(0)
 
     def close(self) -> None:
         self._hook.remove()
@@ -128,11 +201,3 @@ def _outputs(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _outputs(value)
-
-
-def _attention_entropy(module: torch.nn.Module) -> Any:
-    """Mean attention entropy (nats) if the model probed it in this window (`attention_stats`), else NaN."""
-    stats = getattr(module, "attention_stats", None)
-    if not stats:
-        return torch.nan
-    return torch.stack([layer.entropy.to(torch.float64) for layer in stats]).mean()

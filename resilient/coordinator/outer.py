@@ -29,6 +29,7 @@ class Outer:
     steps_lost: int = 0  # applied steps taken back by rollbacks or restarts
     excluded: list[list[int]] = field(default_factory=list)  # data windows [first, last)
     policy: dict[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0  # asked for from outside, in force until it is asked for anew
 
     def problem(self, step: int) -> str | None:
         """What does not add up in the bookkeeping when `step` is the step in force (BR-44)."""

@@ -13,7 +13,20 @@ from resilient.coordinator.events import Incident, Listener, StepReport
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.signals import StepTable
 
-_SIGNALS = ("logit_max", "attention_entropy", "loss_max", "weight_norm", "longest", "padding")
+_SIGNALS = (
+    "logit_max",
+    "attention_entropy",
+    "attention_logit_max",
+    "loss_max",
+    "update_norm",
+    "adam_lag",
+    "weight_norm",
+    "longest",
+    "padding",
+    "eval_loss",
+    "entropy",
+    "repetition",
+)
 
 
 class Listeners:
@@ -62,7 +75,7 @@ def step_report(
     attempts: int,
 ) -> StepReport:
     """What became of one judged attempt. lr: used, or that would have been. position: of the data window."""
-    named = {k: v for k, v in judgement.observation.values.items() if k in _SIGNALS}
+    named = {k: v for k, v in judgement.observation.values.items() if k in _SIGNALS or "/" in k}
     level = judge.level()
     named["wait_s"] = float(table.column("wait_s").max())
     return StepReport(

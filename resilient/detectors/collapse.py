@@ -46,6 +46,7 @@ class Collapse:
             return []
         found = []
         evaluation, step = observation.values.get("eval_loss"), observation.step
+        evaluated = _evaluated(observation)
         training = self._training()
         if evaluation is not None and math.isfinite(evaluation) and self._beyond(evaluation, training):
             row = self._worse + 1
@@ -55,7 +56,7 @@ class Collapse:
                     f"({self._best:.4g} at step {self._best_step}) for {row} evaluations, while training loss fell from "
                     f"{self._loss_at_best:.4g} to {training:.4g}: stop early or go back to the best checkpoint"
                 )
-                since = self._worse_since if self._worse else step
+                since = self._worse_since if self._worse else evaluated
                 found.append(self._finding("eval_loss", step, since, evaluation, self._best, float(row), message))
         repetition, entropy = observation.values.get("repetition"), observation.values.get("entropy")
         if repetition is not None and repetition >= max(self.config.repetition, 2 * self._repetition):
@@ -97,7 +98,7 @@ class Collapse:
         )
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
-        values, step = observation.values, observation.step
+        values, step = observation.values, _evaluated(observation)
         loss = values.get("loss")
         if applied and loss is not None and math.isfinite(loss):
             self._loss.append(loss)
@@ -150,3 +151,8 @@ class Collapse:
         self._evaluations, self._best, self._best_step = state["evaluations"], state["best"], state["best_step"]
         self._loss_at_best, self._worse, self._worse_since = state["loss_at_best"], state["worse"], state["worse_since"]
         self._entropy, self._repetition, self._off = state["entropy"], state["repetition"], dict(state["off"])
+
+
+def _evaluated(observation: Observation) -> int:
+    """Step of the weights that were evaluated: a live run hears of it one attempt later and says which; a log row is its own."""
+    return int(observation.values.get("eval_step", observation.step))

@@ -36,7 +36,7 @@ class SeriesConfig:
     least_single: float = 14.0  # where every step is logged: one odd batch is no alarm unless it is giant
     least_confirmed: float = 6.5
     least_trend: float = 5.5  # level, drift and trend
-    least_scale: float = 0.36  # relative widening of the step-to-step differences
+    least_scale: float = 0.42  # relative widening of the step-to-step differences
 
 
 @dataclass(frozen=True)

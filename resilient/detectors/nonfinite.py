@@ -31,7 +31,7 @@ class NonFinite:
             counts = observation.per_rank.get(column)
             if counts is not None and (counts > 0).any():
                 ranks = tuple(int(r) for r in np.flatnonzero(counts > 0))
-                return [self._finding(observation, place, ranks, column)]
+                return [self._finding(observation, place, ranks, "grad_norm" if place == "backward" else "loss")]
         shares = observation.per_rank.get("reduced_sq_share")
         if shares is not None and not np.isfinite(shares).all():
             return [

@@ -35,9 +35,12 @@ from resilient.signals import Finding, Observation, Severity
 _SEVERITIES = (Severity.WATCH, Severity.WARN, Severity.ACT)
 _INTERVAL_KNOWN = 16  # points after which it is known whether every step is logged
 
-# Prior of the log block maximum (64 points) of a healthy run: mean and standard deviation per statistic.
-_PRIOR_MEAN = np.log([4.5, 2.0, 2.6, 2.6, 2.6, 0.33])
-_PRIOR_STD = np.array([0.35, 0.22, 0.26, 0.26, 0.26, 0.32])
+# Prior of the block maximum (64 points) of a healthy run: of its logarithm for single points, else of itself.
+_SINGLE = np.array([True, True, False, False, False, False])
+_PRIOR_MEAN = np.array([math.log(4.5), math.log(2.0), 2.6, 2.6, 2.6, 0.33])
+_PRIOR_STD = np.array([0.35, 0.22, 0.7, 0.7, 0.7, 0.2])
+_PRIOR_WEIGHT = np.array([16.0, 16.0, 16.0, 16.0, 16.0, 6.0])  # blocks
+_SHARES = (0.25, 0.15, 0.1, 0.1, 0.1, 0.3)  # of the false alarms that a signal may cost
 _LOWEST_POINT, _LOWEST_SCALE = 3.0, 0.18  # block maxima count as at least this
 _HISTORY = 128
 _HUGE = 1e30  # larger values would overflow in the arithmetic, and say no more
@@ -297,19 +300,24 @@ class Series:
 
     def _sort_out(self, judged: _Judged, applied: bool) -> tuple[np.ndarray, np.ndarray]:
         """(calm, healthy) of each row: may its value enter the references; does its score count as healthy history? A lone
-        odd point does, so that a run with many of them learns to expect them; one in a run of them does not."""
+        odd point does, so that a run with many of them learns to expect them, even if it was alarmed (a lone point of a
+        loss that stands for several steps is no lone step, and teaches nothing); one in a run of them does not."""
         look, rows = judged.look, judged.look.rows
         speaks = self._statistics.speaks[rows, POINT] > 0
         odd = (look.scores[:, POINT] > self.config.suspect) & speaks
+        lone = odd & (self.odd[rows] == 0) & (judged.ratios[:, CONFIRMED:] < 1.0).all(axis=1)
+        lesson = lone & np.array([self._specs[row] is not LOSS for row in np.arange(len(self._names))[rows]])
         alarming = (judged.ratios >= 1.0).any(axis=1)
         calm = ~(odd | alarming) if applied else np.zeros(len(odd), dtype=bool)
         self.odd[rows] = count = np.where(odd, self.odd[rows] + 1, np.maximum(self.odd[rows] - 1, 0))
-        trouble = alarming | (count > 2)
+        trouble = (alarming & ~lesson) | (count > 2)
         self.cool[rows] = cool = np.where(trouble, self.config.cooldown, np.maximum(self.cool[rows] - 1, 0))
         self._trouble = bool(self.odd.any() or self.cool.any())
-        if alarming.any():
-            self._statistics.forget_recent(np.arange(len(self._names))[rows][alarming])
-        return calm, (cool == 0) & (calm | (odd & (count <= 1) & applied))
+        if (alarming & ~lesson).any():
+            alarmed = np.arange(len(self._names))[rows][alarming & ~lesson]
+            self._statistics.forget_recent(alarmed)
+            self._tail.forget_recent(alarmed)
+        return calm, (cool == 0) & (calm | ((lone & (~alarming | lesson)) & applied))
 
     def _count_interval(self) -> None:
         """Whether a signal is logged every step is known after a few points; the prior of `point` follows."""
@@ -372,9 +380,18 @@ class Series:
         floors = np.array([spec.floor for spec in self._specs], dtype=np.float64)
         self._statistics = Statistics(floors, c.start, c.trend_after, c.scale_after)
         prior_mean = np.tile(_PRIOR_MEAN, (n, 1))
-        lowest = np.exp(prior_mean)
+        lowest = np.where(_SINGLE, np.exp(prior_mean), prior_mean)
         lowest[:, POINT], lowest[:, SCALE] = _LOWEST_POINT, _LOWEST_SCALE
-        self._tail = Tail(prior_mean, np.tile(_PRIOR_STD, (n, 1)), lowest, np.zeros((n, COUNT, 3)), self._rates)
+        self._tail = Tail(
+            prior_mean,
+            np.tile(_PRIOR_STD, (n, 1)),
+            _PRIOR_WEIGHT,
+            _SINGLE,
+            lowest,
+            np.zeros((n, COUNT, 3)),
+            self._rates,
+            _SHARES,
+        )
         for row in range(known):
             for key, array in old_rows.items():
                 getattr(self, key)[row] = array[row]

@@ -29,12 +29,12 @@ class Spec:
     least_scale: float | None = None
 
 
-LOSS = Spec(strictness=1.0, jump=0.015, single=0.25, refuse=0.25, least_scale=0.6)
+LOSS = Spec(strictness=1.0, jump=0.015, single=0.25, refuse=0.25, least_scale=1.0)
 NORM = Spec(floor=0.02, jump=0.3, single=1.25, refuse=1.1)
 
 SPECS: tuple[tuple[str, Spec], ...] = (
     ("loss", LOSS),
-    ("loss_max", Spec(jump=0.05, single=0.7, least_scale=0.7)),
+    ("loss_max", Spec(jump=0.05, single=0.7, least_scale=1.2)),
     ("grad_norm", NORM),
     ("grad_norm/*", Spec(floor=0.02, strictness=1.8, jump=0.3)),
     ("update_norm", Spec(floor=0.01, jump=0.15)),

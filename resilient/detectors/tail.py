@@ -1,22 +1,29 @@
 """Thresholds from a run's own healthy history, blended with shipped defaults (calibration).
 
 Scores of training curves have heavy tails, so "6 sigma" has no fixed false-alarm rate: on Student-t3 noise it costs
-dozens of alarms per 10,000 steps. Here the largest score of every block of 64 healthy points is kept; the logarithm of
-block maxima is Gumbel distributed for the tails that occur (Frechet domain; extreme-value theory, e.g. Coles 2001,
-ch. 3), and the score exceeded with a wanted probability per step is read off its quantile. Blocks take the
-autocorrelation of slow statistics into account. A prior worth 16 blocks speaks until the run has a history of its own.
+dozens of alarms per 10,000 steps. Here the largest score of every block of 64 healthy points is kept, and the score that a
+block exceeds with the wanted probability is read off their distribution:
+
+    single points    the logarithm of block maxima is Gumbel distributed for the tails that occur (the maximum itself is
+                     Frechet; extreme-value theory, e.g. Coles 2001, ch. 3)
+    averages         of many clipped points are nearly normal, and hardly move inside a block
+
+Blocks take the autocorrelation of slow statistics into account. A prior worth a few blocks speaks until the run has a
+history of its own. The three newest blocks wait, and are dropped if an alarm follows: a ramp that has not been seen yet
+must not raise the threshold it is measured by.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 BLOCK = 64
 _REMEMBERED = 128  # blocks
-_PRIOR_WEIGHT = 16.0  # blocks
+_WAITING = 3  # blocks
 _EULER = 0.5772156649
 _TO_GUMBEL = math.sqrt(6) / math.pi  # standard deviation -> Gumbel scale
 
@@ -24,28 +31,44 @@ _TO_GUMBEL = math.sqrt(6) / math.pi  # standard deviation -> Gumbel scale
 class Tail:
     """Block maxima of (rows, statistics) scores and the thresholds (rows, statistics, targets) that follow.
 
-    prior_mean, prior_std: (rows, statistics), of the log block maximum of a healthy run. lowest: (rows, statistics), block
-    maxima count as at least this, so that a very quiet run does not become hypersensitive.
-    least: (rows, statistics, targets), thresholds never fall below. rates: false alarms per step of each target."""
+    prior_mean, prior_std: (rows, statistics), of the block maximum of a healthy run, or of its logarithm. prior_weight:
+    (statistics,), how many blocks they count for. single: (statistics,) bool, which statistics are of single points. lowest:
+    (rows, statistics), block maxima count as at least this, so that a very quiet run does not become hypersensitive.
+    least: (rows, statistics, targets), thresholds never fall below. rates: false alarms per step of each target; shares:
+    (statistics,), how much of that each statistic may spend."""
 
-    ARRAYS = ("prior_mean", "prior_std", "lowest", "least", "maximum", "filled", "blocks", "count", "thresholds")
+    ARRAYS = (
+        "prior_mean", "prior_std", "lowest", "least", "maximum", "filled", "blocks", "count", "waiting", "waits", "thresholds",
+    )  # fmt: skip
 
     def __init__(
         self,
         prior_mean: np.ndarray,
         prior_std: np.ndarray,
+        prior_weight: np.ndarray,
+        single: np.ndarray,
         lowest: np.ndarray,
         least: np.ndarray,
         rates: tuple[float, ...],
+        shares: tuple[float, ...],
     ) -> None:
         rows, statistics = prior_mean.shape
         self.rates = rates
         self.prior_mean, self.prior_std, self.lowest, self.least = prior_mean, prior_std, lowest, least
+        self.prior_weight, self.single = prior_weight, single
+        # Chance that a block exceeds the threshold, (statistics, targets), and the reduced variates that belong to it.
+        chances = [[min(BLOCK * rate * share, 0.99) for rate in rates] for share in shares]
+        self._gumbel = np.array([[-math.log(-math.log1p(-chance)) for chance in row] for row in chances])
+        self._normal = np.array([[NormalDist().inv_cdf(1.0 - chance) for chance in row] for row in chances])
         self.maximum = np.zeros((rows, statistics))
         self.filled = np.zeros(rows, dtype=np.int64)  # healthy points in the open block
-        self.blocks = np.zeros((rows, _REMEMBERED, statistics))  # log maxima
-        self.count = np.zeros(rows, dtype=np.int64)  # blocks ever closed
-        self.thresholds = self._quantiles(prior_mean, prior_std, least)
+        self.blocks = np.zeros((rows, _REMEMBERED, statistics))  # maxima, or their logarithms
+        self.count = np.zeros(rows, dtype=np.int64)  # blocks ever taken in
+        self.waiting = np.zeros((rows, _WAITING, statistics))  # oldest first
+        self.waits = np.zeros(rows, dtype=np.int64)
+        self.thresholds = np.zeros((rows, statistics, len(rates)))
+        for row in range(rows):
+            self.refresh(row)
 
     def add(self, rows: Any, healthy: np.ndarray | None, scores: np.ndarray) -> None:
         """Scores (n, statistics) of one step of `rows`. healthy (n,) bool, None for all: those that count."""
@@ -70,23 +93,30 @@ class Tail:
         return float((self.thresholds[:, :, 0] / self.thresholds[:, :, 1]).min()) if len(self.filled) else 1.0
 
     def _close(self, row: int) -> None:
-        self.blocks[row, self.count[row] % _REMEMBERED] = np.log(np.maximum(self.maximum[row], self.lowest[row]))
-        self.count[row] += 1
+        highest = np.maximum(self.maximum[row], self.lowest[row])
+        if self.waits[row] == _WAITING:
+            self.blocks[row, self.count[row] % _REMEMBERED] = self.waiting[row, 0]
+            self.count[row] += 1
+            self.waiting[row, :-1] = self.waiting[row, 1:]
+            self.waits[row] -= 1
+        self.waiting[row, self.waits[row]] = np.where(self.single, np.log(highest), highest)
+        self.waits[row] += 1
         self.filled[row] = 0
         self.maximum[row] = 0.0
         self.refresh(row)
 
+    def forget_recent(self, rows: np.ndarray) -> None:
+        """These rows have raised an alarm: what they saw just before is no healthy history."""
+        self.waits[rows] = self.filled[rows] = 0
+        self.maximum[rows] = 0.0
+
     def refresh(self, row: int) -> None:
         """Thresholds of a row from its blocks and its prior."""
         known = self.blocks[row, : min(int(self.count[row]), _REMEMBERED)]
-        weight = _PRIOR_WEIGHT + len(known)
-        mean = (_PRIOR_WEIGHT * self.prior_mean[row] + known.sum(0)) / weight
-        variance = (_PRIOR_WEIGHT * self.prior_std[row] ** 2 + ((known - mean) ** 2).sum(0)) / weight
-        self.thresholds[row] = self._quantiles(mean, np.sqrt(variance), self.least[row])
-
-    def _quantiles(self, mean: np.ndarray, std: np.ndarray, least: np.ndarray) -> np.ndarray:
-        """(..., statistics) of both -> (..., statistics, targets)."""
-        scale = std * _TO_GUMBEL
-        location = mean - _EULER * scale
-        reduced = np.array([-math.log(-math.log1p(-min(BLOCK * rate, 0.99))) for rate in self.rates])
-        return np.maximum(np.exp(location[..., None] + scale[..., None] * reduced), least)
+        weight = self.prior_weight + len(known)
+        mean = (self.prior_weight * self.prior_mean[row] + known.sum(0)) / weight
+        std = np.sqrt((self.prior_weight * self.prior_std[row] ** 2 + ((known - mean) ** 2).sum(0)) / weight)
+        scale = (std * _TO_GUMBEL)[:, None]
+        gumbel = np.exp(np.minimum(mean[:, None] - _EULER * scale + scale * self._gumbel, 50.0))
+        normal = mean[:, None] + std[:, None] * self._normal
+        self.thresholds[row] = np.maximum(np.where(self.single[:, None], gumbel, normal), self.least[row])

@@ -80,7 +80,7 @@ def _nonfinite(
         "the other ranks were finite on the same weights: that rank's batch or machine"
         if alone
         else "seen on all ranks",
-        "batch and machine were not told apart: no re-run was made",
+        "batch and machine were not told apart at the gate; see nan_origin if the window was run again",
     )
     return Verdict(cause="unknown", confidence=0.5, evidence=suspicion, **common)  # type: ignore[arg-type]
 

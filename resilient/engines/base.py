@@ -8,6 +8,7 @@ One window of data is one optimizer step: `len(window)` micro-steps, then a gate
     --- the vote ---
     engine.apply(grad_norm, knobs)     clip, optimizer step, LR schedule, clear gradients, count
     engine.skip(overflow)              clear gradients; nothing else moves
+    engine.abandon()                   the same, and not even counted: the window was only looked at
 
 The engine never decides. `apply` and `skip` are called with the same arguments on all ranks.
 """
@@ -20,6 +21,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from resilient.engines.layers import Layers
+from resilient.engines.updates import Update
 from resilient.signals import Knobs
 
 EngineState = dict[str, Any]
@@ -65,7 +68,7 @@ def engine_problems(config: EngineConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Taps:
-    """Measurements of one window, as 0-dim float tensors on the engine's device.
+    """Measurements of one window, as float64 tensors on the engine's device, 0-dim if not said otherwise.
 
     local_sq: sum of squares of this rank's own gradient before reduction, unscaled, as a gradient of this rank's mean
         loss. Engines that reduce once per window report the accumulated gradient; engines that reduce every
@@ -73,11 +76,17 @@ class Taps:
     reduced_sq_share: this rank's share of the squared global norm after reduction, before clipping, unscaled;
         the shares of all ranks sum to the whole (a replicated gradient counts 1/world on each rank).
     buckets: how many gradient buckets the taps saw. 0 means the tap is not connected (BR-47).
+    layer_sq_share: (groups,) `reduced_sq_share` by layer group (S3).
+    reduce_s: host seconds spent in the reduction of gradients, waiting included; collective_s: those of them spent
+        waiting for the other ranks (BR-42). On an accelerator both are the time to launch it only.
     """
 
     local_sq: torch.Tensor
     reduced_sq_share: torch.Tensor
     buckets: int
+    layer_sq_share: torch.Tensor
+    reduce_s: float = 0.0
+    collective_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Engine(Protocol):
     module: torch.nn.Module  # the user's module, for hooks and evaluation (forward goes through __call__)
     device: torch.device
     per_micro_step: bool  # True: reduces gradients on every micro-step
+    layers: Layers  # the module's layer groups, the same on every rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward pass through the wrapped model."""
@@ -114,6 +124,17 @@ class Engine(Protocol):
     def taps(self) -> Taps:
         """Measurements of the window that just ended. Call once, after the last backward, before apply/skip."""
 
+    def leftover_sq(self) -> torch.Tensor | None:
+        """Call before the first micro-step of a window: None if no gradient is left from before, else this rank's
+        squared L2 of what is, 0-dim float64 on the device (BR-04). Costs a pass over those gradients, if any."""
+
+    def watch_update(self, with_lag: bool) -> None:
+        """Measure what the next `apply` changes; with_lag: and Adam's RMS(g^2/v). Costs a copy of the parameters that
+        this rank steps, while it steps them."""
+
+    def take_update(self) -> Update | None:
+        """What was measured since `watch_update`; None if the step was refused. Call once, after `apply`."""
+
     def weight_sq_share(self) -> torch.Tensor:
         """This rank's share of the squared L2 norm of all trained parameters (masters where there are any), 0-dim
         float64 on the device; shares of all ranks sum to the whole. Costs a pass over the weights."""
@@ -126,6 +147,11 @@ class Engine(Protocol):
     def skip(self, overflow: bool = False) -> None:
         """A true skip: gradients cleared; weights, moments, LR schedule and step counters untouched; the engine's own
         skipped-step count goes up by one. `overflow` additionally tells a dynamic loss scaler about an overflow."""
+
+    def abandon(self) -> None:
+        """Drop the window since `begin_micro_step(0, n)`, finished or not, without a trace: gradients cleared, buffers as
+        before it; weights, moments, LR schedule, loss scaler and every counter untouched. For a window that is only
+        looked at."""
 
     def lr(self) -> float:
         """LR that the next optimizer step would use in group 0, before knobs."""

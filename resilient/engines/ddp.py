@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: DDP compares its hook's annotation
 """
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -59,6 +60,7 @@ class DDPEngine(TorchOptimEngine):
         super().__init__(module, optimizer, scheduler, clip, next(module.parameters()).device)
         self.model = model
         self._autocast = precision == "bf16"
+        self._reduce_s = self._collective_s = 0.0
         self._tap = _attach(model, comm_hook) if isinstance(model, DistributedDataParallel) else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,18 +71,21 @@ class DDPEngine(TorchOptimEngine):
     def taps(self) -> Taps:
         """Without other ranks nothing is reduced: both norms are that of `.grad`, and each gradient counts as a bucket."""
         grads = self._grads()
-        reduced = sum_of_squares(grads.values(), self.device)
+        by_layer = self._sums(grads)
+        share = by_layer.sum()
         if self._tap is None:
-            return Taps(reduced.clone(), reduced, len(grads))
-        local = torch.zeros_like(reduced)
+            return Taps(share.clone(), share, len(grads), by_layer)
+        local = torch.zeros_like(share)
         for square in self._tap.squares:
             local += square
-        return Taps(local, reduced / self._tap.world, len(self._tap.squares))
+        return Taps(local, share, len(self._tap.squares), by_layer, self._reduce_s, self._collective_s)
 
-    @torch.no_grad()
-    def weight_sq_share(self) -> torch.Tensor:
-        """Every rank holds all parameters: 1/world of the whole."""
-        return sum_of_squares(self._params.values(), self.device) / (self._tap.world if self._tap is not None else 1)
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._tap is not None and self._tap.hooked_at:
+            # The last bucket leaves when nothing is left to compute: from there on this rank waited for the others.
+            self._collective_s = time.perf_counter() - self._tap.hooked_at
+            self._reduce_s = self._tap.hook_s + self._collective_s
 
     def close(self) -> None:
         """DDP cannot unregister a hook: ours stays and from now on only reduces, as DDP would without one (or as the
@@ -92,9 +97,13 @@ class DDPEngine(TorchOptimEngine):
     def _measure_norm(self) -> float:
         return math.sqrt(float(sum_of_squares(self._grads().values(), self.device)))
 
+    def _weight(self, parameter: nn.Parameter) -> float:
+        return 1 / self._tap.world if self._tap is not None else 1.0
+
     def _begin_window(self) -> None:
+        self._reduce_s = self._collective_s = 0.0
         if self._tap is not None:
-            self._tap.squares = []
+            self._tap.begin_window()
 
     def _set_sync(self, last: bool) -> None:
         if isinstance(self.model, DistributedDataParallel):
@@ -104,7 +113,8 @@ class DDPEngine(TorchOptimEngine):
 
 
 class _BucketTap:
-    """State of the hook: the squared norm of every bucket of the window, before reduction."""
+    """State of the hook: the squared norm of every bucket of the window, before reduction, and its times: seconds on
+    the host inside the hook, and when it was last left (0: not called yet)."""
 
     def __init__(self, model: DistributedDataParallel, user: CommHook | None) -> None:
         self.model = model
@@ -112,8 +122,12 @@ class _BucketTap:
         self.world = dist.get_world_size(self.group)
         self.user = user
         self.open = True
-        self.squares: list[torch.Tensor] = []
+        self.begin_window()
         self.first = FirstReduction(model) if user is None and FirstReduction.lies_ahead(model) else None
+
+    def begin_window(self) -> None:
+        self.squares: list[torch.Tensor] = []
+        self.hook_s = self.hooked_at = 0.0
 
     def begin_backward(self) -> None:
         if self.model._has_rebuilt_buckets:
@@ -138,6 +152,15 @@ def _measure_and_reduce(state: _BucketTap, bucket: dist.GradBucket) -> Future[to
     Scaling by the reciprocal before the sum is what DDP does without a hook, to the last bit; only the very first
     backward of a process differs from DDP's (see ddp_first.py), and only with three ranks or more.
     """
+    entered = time.perf_counter()
+    try:
+        return _reduce(state, bucket)
+    finally:
+        state.hooked_at = time.perf_counter()
+        state.hook_s += state.hooked_at - entered
+
+
+def _reduce(state: _BucketTap, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     buffer = bucket.buffer()
     if state.open:
         state.squares.append(sum_of_squares([buffer], buffer.device))

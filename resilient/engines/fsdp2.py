@@ -8,7 +8,8 @@ which the public API offers (torch 2.13).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from resilient.engines.base import Taps
-from resilient.engines.buffers import local
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.torch_optim import TorchOptimEngine
 from resilient.errors import ConfigError
@@ -85,18 +85,16 @@ class FSDP2Engine(TorchOptimEngine):
         nothing is reduced: both norms are that of `.grad`, and each gradient counts as a bucket.
         """
         grads = self._grads()
-        share = self._reduced_share()
+        by_layer = self._sums(grads)
+        share = by_layer.sum()
         if self._mesh.size() == 1:
-            return Taps(share.clone(), share, len(grads))
+            return Taps(share.clone(), share, len(grads), by_layer)
         local_sq = sum_of_squares((g for g in grads.values() if not isinstance(g, DTensor)), self.device)
         squares = [square for tap in self._taps for square in tap.squares]
         for square in squares:
             local_sq += square
-        return Taps(local_sq, share, len(squares))
-
-    @torch.no_grad()
-    def weight_sq_share(self) -> torch.Tensor:
-        return self._share(self._params.values())
+        waited = sum(tap.waited_s for tap in self._taps)
+        return Taps(local_sq, share, len(squares), by_layer, waited, waited)
 
     def close(self) -> None:
         """Gives every FSDP module the reduce-scatter back that it had."""
@@ -120,28 +118,18 @@ class FSDP2Engine(TorchOptimEngine):
                 unit.set_custom_reduce_scatter(tap)
                 self._taps.append(tap)
 
-    def _reduced_share(self) -> torch.Tensor:
-        return self._share(self._grads().values())
-
-    def _share(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """This rank's share of the squares of sharded, replicated and plain tensors: parts held n times count 1/n."""
-        by_weight: dict[float, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_weight.setdefault(_shards(tensor) / self._mesh.size(), []).append(local(tensor))
-        share = torch.zeros((), dtype=torch.float64, device=self.device)
-        for weight, parts in by_weight.items():
-            share += weight * sum_of_squares(parts, self.device)
-        return share
+    def _weight(self, parameter: nn.Parameter) -> float:
+        return _shards(parameter) / self._mesh.size()
 
     def _measure_norm(self) -> float:
-        total = self._reduced_share()
+        total = self._sums(self._grads()).sum()
         for dim in range(self._mesh.ndim):
             dist.all_reduce(total, group=self._mesh.get_group(dim))
         return math.sqrt(float(total))
 
     def _begin_window(self) -> None:
         for tap in self._taps:
-            tap.squares = []
+            tap.squares, tap.waited_s = [], 0.0
 
     def _set_sync(self, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
@@ -166,6 +154,7 @@ class _ReduceScatterTap(ReduceScatter):
         self.unit = unit
         self.inner = inner
         self.squares: list[torch.Tensor] = []
+        self.waited_s = 0.0  # host seconds in the collective
         self._ranks = ranks
         self._group = group
 
@@ -184,7 +173,10 @@ class _ReduceScatterTap(ReduceScatter):
         square = sum_of_squares([input_tensor], input_tensor.device)
         factor = self._group.gradient_divide_factor
         self.squares.append(square * _predivided(input_tensor.dtype, self._ranks if factor is None else factor) ** 2)
-        return self.inner(output_tensor, input_tensor, group, op, async_op)
+        started = time.perf_counter()
+        work = self.inner(output_tensor, input_tensor, group, op, async_op)
+        self.waited_s += time.perf_counter() - started
+        return work
 
 
 def _predivided(dtype: torch.dtype, factor: float) -> float:

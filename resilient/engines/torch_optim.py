@@ -12,7 +12,8 @@ A captured state is one rank's own: plain tensors (local shards for DTensors) an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
+from resilient.engines.layers import Layers, Part
+from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import CheckpointError, ConfigError
 from resilient.signals import Knobs
 
@@ -60,6 +63,7 @@ class TorchOptimEngine:
         self._params = dict(module.named_parameters())
         self._group_names = _names_by_group(self._params, optimizer)
         self._buffers = BufferHold(module)
+        self.layers = Layers({name: p.numel() for name, p in self._params.items()}, device)
         self._micro_steps = 1
         self._steps = 0
         self._skipped = 0
@@ -93,7 +97,7 @@ class TorchOptimEngine:
             grads = [local(g) for g in self._grads().values()]
             if coefficient < 1 and grads:
                 torch._foreach_mul_(grads, coefficient)
-        with _overridden(groups, knobs):
+        with _overridden(groups, knobs), self._update_tap.around():
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()  # after the LR factor is gone: recursive schedules build on group["lr"]
@@ -106,6 +110,26 @@ class TorchOptimEngine:
         self._clear_gradients()
         self._buffers.put_back()
         self._skipped += 1
+
+    def leftover_sq(self) -> torch.Tensor | None:
+        left = self._grads()
+        return self._sums(left).sum() if left else None
+
+    def watch_update(self, with_lag: bool) -> None:
+        self._update_tap.watch(with_lag)
+
+    def take_update(self) -> Update | None:
+        return self._update_tap.take()
+
+    @torch.no_grad()
+    def weight_sq_share(self) -> torch.Tensor:
+        """Parts that n ranks hold alike count 1/n on each."""
+        return self._sums(self._params).sum()
+
+    def abandon(self) -> None:
+        self._abandon_window()
+        self._clear_gradients()
+        self._buffers.put_back()
 
     # --- what the coordinator reads -------------------------------------------------------------------------
 
@@ -255,12 +279,29 @@ class TorchOptimEngine:
     def _set_sync(self, last: bool) -> None:
         """Reduce gradients in the backward that follows only if it is the window's last."""
 
+    def _weight(self, parameter: nn.Parameter) -> float:
+        """1/n for a parameter, or a shard of one, that n ranks hold alike."""
+        raise NotImplementedError
+
     def _measure_norm(self) -> float:
         """Global norm of the reduced gradient, on every rank alike. Collective where gradients are sharded."""
         raise NotImplementedError
 
     def _abandon_window(self) -> None:
         """A restore came, perhaps in the middle of a window: drop what the wrapper holds beside `.grad`."""
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Part]:
+        """Which layer group each parameter is of, and how much of it this rank counts. After the subclass is built."""
+        return {name: Part(self.layers.of[name], self._weight(p)) for name, p in self._params.items()}
+
+    @functools.cached_property
+    def _update_tap(self) -> UpdateTap:
+        return UpdateTap(self.optimizer, self.layers, {id(p): [self._parts[n]] for n, p in self._params.items()})
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(groups,) float64: this rank's shares of the squares of tensors like the parameters of these names."""
+        return self.layers.sums([(local(tensor), self._parts[name]) for name, tensor in tensors.items()])
 
     def _grads(self) -> dict[str, torch.Tensor]:
         """Gradients that exist, by parameter name."""

@@ -47,6 +47,26 @@ class NanFault(Fault):
 
 
 @dataclass(frozen=True)
+class NanInModule(Fault):
+    """The submodule at path `module` of the model makes a NaN on `rank` (null: on all) from the first micro-batch that
+    step `step` reads in an undisturbed run, and from no other: in its output, or in the gradient that it passes back.
+
+    It belongs to the data: whoever reads that batch again gets the NaN again.
+    """
+
+    kind: ClassVar[str] = "nan_in_module"
+    step: int
+    module: str
+    rank: int | None = 1
+    place: Literal["forward", "backward"] = "forward"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.place not in ("forward", "backward"):
+            raise ConfigError(f"fault.place={self.place}: a module makes it forward or backward")
+
+
+@dataclass(frozen=True)
 class RankGradSpike(Fault):
     """The local gradient of `rank` (null: of all) is multiplied by `factor` at `step`; its loss stays what it is.
 
@@ -106,11 +126,12 @@ class FaultSequence(Fault):
     faults: tuple[SingleFault, ...] = ()
 
 
-SingleFault = NoFault | NanFault | RankGradSpike | PoisonedWindow | LrOvershoot | KillRank
+SingleFault = NoFault | NanFault | NanInModule | RankGradSpike | PoisonedWindow | LrOvershoot | KillRank
 FaultConfig = SingleFault | FaultSequence
 
 KINDS: dict[str, type[Fault]] = {
-    cls.kind: cls for cls in (NoFault, NanFault, RankGradSpike, PoisonedWindow, LrOvershoot, KillRank, FaultSequence)
+    cls.kind: cls
+    for cls in (NoFault, NanFault, NanInModule, RankGradSpike, PoisonedWindow, LrOvershoot, KillRank, FaultSequence)
 }
 _PLACES = ("forward", "loss", "backward")
 

@@ -6,6 +6,7 @@ real fault would: through the graph, before the reduction.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import signal
@@ -17,7 +18,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from resilient.engines.base import Engine
-from resilient.faults.config import KillRank, LrOvershoot, NanFault, RankGradSpike
+from resilient.errors import ConfigError
+from resilient.faults.config import KillRank, LrOvershoot, NanFault, NanInModule, RankGradSpike
 from resilient.faults.proxy import EngineProxy, Trigger
 from resilient.signals import Knobs
 from resilient.train.data import Batch
@@ -81,6 +83,49 @@ class LossFault(EngineProxy):
         if torch.is_grad_enabled() and self._trigger.due():
             return replace(result, loss_sum=result.loss_sum * math.nan)
         return result
+
+
+class ModuleFault(EngineProxy):
+    """One submodule makes a NaN from one micro-batch, whenever that one is read. `objective` is the wrapped objective
+    to train with: it knows the batch. Raises ConfigError for a path that the model does not have.
+
+    position: of that micro-batch in the global order of samples.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        step: Callable[[], int],
+        fault: NanInModule,
+        objective: ObjectiveFn,
+        position: int,
+    ) -> None:
+        super().__init__(engine, step)
+        try:
+            module = engine.module.get_submodule(fault.module)
+        except AttributeError:
+            names = [name for name, _ in engine.module.named_modules() if name]
+            close = difflib.get_close_matches(fault.module, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"fault.module={fault.module}: the model has no such module{hint}") from None
+        self._change = not_finite if fault.place == "forward" else scale_gradient(math.nan)
+        self._position, self._armed = position, False
+        self._objective = objective
+        self._handle = module.register_forward_hook(self._hook)
+
+    def objective(self, engine: Engine, batch: Batch) -> Objective:
+        self._armed = torch.is_grad_enabled() and batch["position"] == self._position
+        try:
+            return self._objective(engine, batch)
+        finally:
+            self._armed = False
+
+    def _hook(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return self._change(output) if self._armed else None
+
+    def close(self) -> None:
+        self._handle.remove()
+        super().close()
 
 
 class OvershootEngine(EngineProxy):

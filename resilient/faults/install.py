@@ -12,13 +12,22 @@ from resilient.faults.config import (
     KillRank,
     LrOvershoot,
     NanFault,
+    NanInModule,
     NoFault,
     PoisonedWindow,
     RankGradSpike,
     check_world,
 )
 from resilient.faults.data import PoisonedStream
-from resilient.faults.engine import KilledEngine, LossFault, OutputFault, OvershootEngine, not_finite, scale_gradient
+from resilient.faults.engine import (
+    KilledEngine,
+    LossFault,
+    ModuleFault,
+    OutputFault,
+    OvershootEngine,
+    not_finite,
+    scale_gradient,
+)
 from resilient.train.loop import ObjectiveFn
 
 
@@ -50,6 +59,10 @@ def install(
             continue
         elif isinstance(one, KillRank):
             engine = KilledEngine(engine, step, one)
+        elif isinstance(one, NanInModule):
+            position = (one.step - 1) * stream.global_batch
+            module_fault = ModuleFault(engine, step, one, objective, position)
+            engine, objective = module_fault, module_fault.objective
         elif isinstance(one, RankGradSpike):
             engine = OutputFault(engine, step, one, scale_gradient(one.factor))
         elif one.place == "forward":

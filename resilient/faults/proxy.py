@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from resilient.engines.base import Counters, Engine, EngineState, Taps
+from resilient.engines.updates import Update
 from resilient.signals import Knobs
 
 
@@ -23,6 +24,7 @@ class EngineProxy:
         self.module = engine.module
         self.device = engine.device
         self.per_micro_step = engine.per_micro_step
+        self.layers = engine.layers
         self.step = 0  # being attempted
         self.attempt = 0  # windows begun in this process
         self._read_step = step
@@ -45,6 +47,15 @@ class EngineProxy:
     def taps(self) -> Taps:
         return self.inner.taps()
 
+    def leftover_sq(self) -> torch.Tensor | None:
+        return self.inner.leftover_sq()
+
+    def watch_update(self, with_lag: bool) -> None:
+        self.inner.watch_update(with_lag)
+
+    def take_update(self) -> Update | None:
+        return self.inner.take_update()
+
     def weight_sq_share(self) -> torch.Tensor:
         return self.inner.weight_sq_share()
 
@@ -53,6 +64,9 @@ class EngineProxy:
 
     def skip(self, overflow: bool = False) -> None:
         self.inner.skip(overflow)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
 
     def lr(self) -> float:
         return self.inner.lr()

@@ -36,6 +36,7 @@ from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_monitor
 from resilient.engines.base import Engine
 from resilient.errors import ConfigError, ExitCode, ResilientError
+from resilient.incidents.nan_origin import OriginProbe
 from resilient.incidents.scene import SceneKeeper
 from resilient.policies import Ladder, PolicyConfig
 from resilient.recovery.verdict import announce, write_verdict
@@ -111,6 +112,7 @@ class Guard:
                 world=self.world,
                 vote=exchange.vote,
                 keep=checkpoint.keep,
+                keep_best=checkpoint.keep_best,
                 run_id=self.run.run_id,
                 generation=self.run.generation,
                 fingerprint={"engine": engine.name, **(fingerprint or {})},
@@ -137,6 +139,8 @@ class Guard:
             listeners=built,
             outer_path=self.run.path / "outer.json" if self.run is not None else None,
             scene=scene,
+            origin=OriginProbe(self.run.incidents if self.run is not None else None, self.rank),
+            requests=(self.run.path, self.run.generation) if self.run is not None else None,
         )
         self._exchange = exchange
         self.restores_data: Literal["exactly", "by count"] = "exactly" if feed.exact else "by count"
@@ -159,18 +163,20 @@ class Guard:
             "data_restored": self.restores_data,
         }
         coordinator.event("start", {**about, "generation": self.run.generation if self.run is not None else 0})
-        snapshot = outer = None
+        snapshot = outer = health = None
         if self._store is not None:
             assert self.run is not None
             snapshot = self._store.load(on_no_valid_checkpoint=self._on_no_valid_checkpoint)
             if snapshot is not None:
-                saved = self._store.manifest.outer if self._store.manifest is not None else None
+                assert self._store.manifest is not None
+                saved, health = self._store.manifest.outer, self._store.manifest.health
                 outer = Outer.from_dict(self._exchange.share(_newest_outer(self.run.path / "outer.json", saved)))
-        coordinator.start(snapshot, outer)
+        coordinator.start(snapshot, outer, health)
 
     def batches(self, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
         """Micro-batches until `steps` optimizer steps are in force or `epochs` epochs of the run are over; with neither,
-        one pass over the data. Rollbacks happen inside. The same number of micro-batches on all ranks."""
+        one pass over the data. Rollbacks happen inside, and so does a second look at a window refused for a NaN (see
+        `rerunning`). The same number of micro-batches on all ranks."""
         self.start()
         yield from self._coordinator.batches(steps, epochs)
 
@@ -197,6 +203,12 @@ class Guard:
         """`with guard.evaluation():` around evaluation passes: the guard does not look at what happens inside."""
         return self._coordinator.evaluation()
 
+    def probe(self, *, attention_entropy: Any = None, attention_logit_max: Any = None) -> None:
+        """Tell the guard what your model knows about its attention in this window: mean entropy in nats, largest |q.k|
+        before the softmax, each a float or a 0-dim tensor (S8, S9). Once a layer or once a step; means and maxima are
+        taken. A module that leaves a list `attention_stats` of objects with `entropy` and `peak_logit` needs no call."""
+        self._coordinator.probe(attention_entropy, attention_logit_max)
+
     def checkpoint(self) -> None:
         """Save at the next point where optimizer, schedule, counters and data agree. Harmless from one rank alone."""
         self._coordinator.request_checkpoint()
@@ -205,8 +217,29 @@ class Guard:
         """Leave at the next step boundary, saved, with Preempted on all ranks. For a signal handler."""
         self._coordinator.request_preemption()
 
+    def evaluated(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        entropy: float | None = None,
+        repetition: float | None = None,
+        text: str | None = None,
+    ) -> None:
+        """Tell what an evaluation after `step` found: into the journal, and into the judgement of the next attempt, where
+        silent collapse and a widening gap between training and evaluation are looked for (S1, S9, T10).
+
+        loss: held-out, as the training loss is measured. entropy: of the model's output over text it sampled, nats a
+        token. repetition: share of that text's n-grams that repeat earlier ones, 0..1. text: some of it, for people.
+        Call it on all ranks with the same numbers; what only some ranks know is taken from them."""
+        known = {"loss": loss, "entropy": entropy, "repetition": repetition}
+        measured = {name: float(value) for name, value in known.items() if value is not None}
+        about: dict[str, Any] = {**measured, "text": text} if text is not None else {**measured}
+        columns = {"eval_loss" if name == "loss" else name: value for name, value in measured.items()}
+        self._coordinator.evaluated(step, columns, about)
+
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """A line of your own in the journal, for example ("evaluation", {"step": ..., "loss": ...})."""
+        """A line of your own in the journal, for example ("dataset", {"version": 3}). See `evaluated` for evaluations."""
         self._coordinator.event(kind, fields)
 
     # -- what a loop may ask --------------------------------------------------------------------------------------
@@ -230,6 +263,12 @@ class Guard:
     def window_size(self) -> int:
         """Micro-steps in the current window."""
         return self._coordinator.window_size
+
+    @property
+    def rerunning(self) -> bool:
+        """True while a refused window is delivered once more to find where its NaN began: run it as any other; its
+        result is dropped and `step()` returns False. For a loop that counts micro-batches on its own."""
+        return self._coordinator.rerunning
 
     @property
     def guarded(self) -> bool:

@@ -34,10 +34,15 @@ class RollbackConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """conf/policy. mode: act | observe (log what would be done) | off (no guard at all)."""
+    """conf/policy. mode: act | observe (log what would be done) | off (no guard at all).
+
+    on_collapse: what follows a silent collapse or a widening gap between training and evaluation (S1, T10): continue (it
+    is told) | stop (early, with the best checkpoint named) | rollback (to the newest snapshot before the onset, with the
+    LR cut; stop where there is none)."""
 
     name: str = "default"
     mode: Literal["act", "observe", "off"] = "act"
     skip: SkipConfig = field(default_factory=SkipConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    on_collapse: Literal["continue", "stop", "rollback"] = "continue"
     max_overflows_in_a_row: int = 8  # fp16: more overflows in a row than this are not a scale problem (BR-02)

@@ -6,6 +6,7 @@
     the same within a rollback's probation  skip on, up to `stretch`: the restored weights ran cleanly, so it is the data
     then                                    roll back before the onset, skip the data window, cut LR and clip, re-warm
     budgets used up                         stop, with a report
+    silent collapse, if `on_collapse` says  stop early, or roll back before its onset (never a skip)
 
 Everything in `state_dict` outlives a rollback (BR-46): otherwise the budget would reset itself each time it is used.
 """
@@ -51,7 +52,10 @@ class Ladder:
 
     def _decide(self, verdict: Verdict | None, step: int, attempt: int, targets: int) -> Decision:
         if verdict is None or verdict.severity < Severity.ACT:
-            return Decision("apply", step, attempt, knobs=self.knobs())
+            collapse = next((f for f in verdict.findings if f.statistic == "collapse"), None) if verdict else None
+            if verdict is None or collapse is None or self.config.on_collapse == "continue":
+                return Decision("apply", step, attempt, knobs=self.knobs())
+            return self._on_collapse(verdict, collapse.message, step, attempt, targets)
         onset = min(verdict.onset_step, self._onset if self._onset is not None else step)
         found = {
             "cause": verdict.cause,
@@ -74,6 +78,13 @@ class Ladder:
         if self.skips_left(attempt) > 0:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; the budget is used up", **found)  # type: ignore[arg-type]
+
+    def _on_collapse(self, verdict: Verdict, message: str, step: int, attempt: int, targets: int) -> Decision:
+        """Refusing the attempt would cure nothing: the weights themselves have gone wrong, slowly."""
+        found = {"cause": verdict.cause, "ranks": verdict.ranks, "onset_step": verdict.onset_step, "incident": True}
+        if self.config.on_collapse == "rollback" and targets > 0 and self._may_roll_back(attempt):
+            return Decision("rollback", step, attempt, reason=message, knobs=self._harder(), **found)  # type: ignore[arg-type]
+        return Decision("stop", step, attempt, reason=f"early stop: {message}", **found)  # type: ignore[arg-type]
 
     def _why(self, verdict: Verdict) -> str:
         return verdict.evidence[0] if verdict.evidence else verdict.cause

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +32,29 @@ COLUMNS: tuple[str, ...] = (
     "attention_entropy",  # mean over probed layers, nats; NaN when not probed on this step
     "loss_scale",  # 1 when none is used
     "lr",  # of group 0, as the optimizer would use it now
-    "compute_s",  # forward + backward wall time
+    "compute_s",  # forward + backward wall time, without gradient reduction
     "wait_s",  # time waiting for data
     "has_next",  # 1 if this rank holds the next window of data
     "next_tokens",  # tokens that carry loss in that next window
-    "digest",  # of the decision taken on the previous table (48 bits)
+    "digest",  # of the decision taken on the previous table (48 bits); in a HELLO: of the layer groups' names
     "flags",  # Flag bits: what this rank has to tell the others
     "weight_sq_share",  # this rank's share of the squared weight norm; NaN on steps that do not measure it
     "longest",  # longest sequence of the window, tokens that carry loss
     "padding",  # share of the window's positions that carry no loss
+    "asked",  # rank 0: the number of a request from outside (Flag.LR, Flag.ROLLBACK)
+    "update_sq_share",  # share of the squared L2 change made by the last applied step; NaN: not measured, or told before
+    "attention_logit_max",  # peak |q.k| before the softmax over probed layers; NaN when not probed on this step
+    "leftover_sq",  # squared L2 of gradients that lay in the buffers before the first micro-step; 0: none, or not looked
+    "collective_s",  # waiting for other ranks inside gradient reduction; NaN where the host cannot see it
+    "eval_loss",  # of an evaluation since the last attempt; NaN: there was none; inf: it was not finite (BR-35)
+    "entropy",  # of the model's output over text it sampled at that evaluation, nats a token; NaN, inf as above
+    "repetition",  # share of that text's n-grams that repeat earlier ones, 0..1; NaN, inf as above
+)
+# Behind them a tail with one number per layer group each, once the ranks have agreed on the groups (S3); NaN: not measured.
+LAYER_COLUMNS: tuple[str, ...] = (
+    "layer_sq_share",  # `reduced_sq_share` by group
+    "layer_update_sq_share",  # `update_sq_share` by group
+    "layer_lag_share",  # share of the mean of g^2/v (Adam) in the last applied step
 )
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
 
@@ -51,6 +66,7 @@ class Kind:
     CONFIRM = 2.0
     HELLO = 3.0
     VOTE = 4.0
+    RERUN = 5.0
 
 
 class Flag:
@@ -64,6 +80,18 @@ class Flag:
     COUNTERS = 1 << 5  # engine, step and data positions disagree on this rank
     CHECKPOINT = 1 << 6  # this rank was asked to checkpoint at the next quiescent point
     NO = 1 << 7  # in a VOTE: this rank votes no
+    LR = 1 << 8  # rank 0: a request asks for the LR factor in `asked`
+    ROLLBACK = 1 << 9  # rank 0: a request asks to go back before the step in `asked`, 0: to the newest good snapshot
+
+
+def row_width(layers: int) -> int:
+    """Numbers in a row whose tail is about so many layer groups."""
+    return len(COLUMNS) + len(LAYER_COLUMNS) * layers
+
+
+def names_digest(names: Sequence[str]) -> float:
+    """48 bits of the names and their order, exact in a float64."""
+    return float(int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big"))
 
 
 @dataclass(slots=True)
@@ -95,9 +123,18 @@ class StepRecord:
     weight_sq_share: Any = math.nan
     longest: float = 0.0
     padding: float = 0.0
+    asked: float = 0.0
+    update_sq_share: Any = math.nan
+    attention_logit_max: Any = math.nan
+    leftover_sq: Any = 0.0
+    collective_s: float = math.nan
+    eval_loss: float = math.nan
+    entropy: float = math.nan
+    repetition: float = math.nan
+    layers: Mapping[str, Any] = field(default_factory=dict)  # LAYER_COLUMNS name -> (groups,) tensor
 
     def values(self) -> list[Any]:
-        """The record in COLUMNS order."""
+        """The record in COLUMNS order, without the tail."""
         return [getattr(self, name) for name in COLUMNS]
 
 
@@ -118,11 +155,16 @@ class Observation:
 
 
 class StepTable:
-    """All ranks' records of one attempt: float64 array (world, len(COLUMNS)), bit-identical on every rank."""
+    """All ranks' records of one attempt: float64 array (world, row_width(len(layers))), bit-identical on every rank.
 
-    def __init__(self, rows: np.ndarray, peers: Sequence[Sequence[int]] | None = None) -> None:
-        if rows.ndim != 2 or rows.shape[1] != len(COLUMNS):
-            raise ValueError(f"a StepTable needs shape (world, {len(COLUMNS)}), got {rows.shape}")
+    layers: names of the layer groups that the tail is about."""
+
+    def __init__(
+        self, rows: np.ndarray, peers: Sequence[Sequence[int]] | None = None, layers: Sequence[str] = ()
+    ) -> None:
+        if rows.ndim != 2 or rows.shape[1] != row_width(len(layers)):
+            raise ValueError(f"a StepTable needs shape (world, {row_width(len(layers))}), got {rows.shape}")
+        self.layers = tuple(layers)
         self.rows = np.ascontiguousarray(rows, dtype=np.float64)
         self.peers = tuple(tuple(p) for p in peers) if peers is not None else (tuple(range(rows.shape[0])),)
 
@@ -133,6 +175,12 @@ class StepTable:
     def column(self, name: str) -> np.ndarray:
         """(world,) float64 values of one column, in rank order."""
         return self.rows[:, INDEX[name]]
+
+    def layer_column(self, name: str) -> np.ndarray:
+        """(world, groups) float64 values of one of LAYER_COLUMNS."""
+        groups = len(self.layers)
+        start = len(COLUMNS) + LAYER_COLUMNS.index(name) * groups
+        return self.rows[:, start : start + groups]
 
     @property
     def step(self) -> int:
@@ -181,18 +229,28 @@ class StepTable:
             "loss": self.loss,
             "loss_max": float(self.column("loss_max").max()),
             "grad_norm": self.grad_norm,
-            "logit_max": float(self.column("logit_max").max()),
             "loss_scale": float(self.column("loss_scale")[0]),
             "lr": float(self.column("lr")[0]),
         }
+        for name in ("logit_max", "attention_logit_max"):
+            peaks = self.column(name)
+            if not np.isnan(peaks).all():
+                values[name] = float(np.nanmax(peaks))
         entropy = self.column("attention_entropy")
         if np.isfinite(entropy).any():
             values["attention_entropy"] = float(entropy[np.isfinite(entropy)].mean())
-        weights = float(self.column("weight_sq_share").sum())
-        if math.isfinite(weights):
-            values["weight_norm"] = math.sqrt(weights)
+        for name, share in (("weight_norm", "weight_sq_share"), ("update_norm", "update_sq_share")):
+            total = float(self.column(share).sum())
+            if math.isfinite(total):
+                values[name] = math.sqrt(total)
+        for name in ("eval_loss", "entropy", "repetition"):
+            told = self.column(name)
+            if not np.isnan(told).all():
+                values[name] = float(np.nanmean(told))  # ranks that evaluated together told the same
+                values["eval_step"] = float(self.step - 1)  # of the weights that were evaluated
         values["longest"] = float(self.column("longest").max())
         values["padding"] = float(self.column("padding").mean())
+        values.update(self._by_layer())
         per_rank = {
             name: self.column(name)
             for name in (
@@ -205,9 +263,23 @@ class StepTable:
                 "tokens",
                 "compute_s",
                 "wait_s",
+                "collective_s",
             )
         }
         return Observation(self.step, self.attempt, values, per_rank, self.peers)
 
+    def _by_layer(self) -> dict[str, float]:
+        """grad_norm/<group> of this attempt, NaN where it is not finite; of the last applied step, where it was measured,
+        update_norm/<group>, adam_lag/<group> (RMS of g^2/v) and adam_lag, the largest of them."""
+        values: dict[str, float] = {}
+        with np.errstate(invalid="ignore"):  # shares of an overflow may add up to NaN
+            for name, column in zip(("grad_norm", "update_norm", "adam_lag"), LAYER_COLUMNS, strict=True):
+                norms = np.sqrt(self.layer_column(column).sum(axis=0))
+                if name == "grad_norm" or (len(norms) and np.isfinite(norms).all()):
+                    values.update(zip((f"{name}/{layer}" for layer in self.layers), norms.tolist(), strict=True))
+                    if name == "adam_lag":
+                        values[name] = float(norms.max())
+        return values
 
-assert set(COLUMNS) == {f for f in StepRecord.__dataclass_fields__}, "StepRecord and the wire format differ"
+
+assert {*COLUMNS, "layers"} == set(StepRecord.__dataclass_fields__), "StepRecord and the wire format differ"

@@ -20,7 +20,7 @@ from rich.text import Text
 from resilient.coordinator.events import Incident, StepReport
 from resilient.telemetry.files import TelemetryError, plain, write_json
 from resilient.telemetry.journal import JsonlWriter, step_record
-from resilient.telemetry.messages import duration, incident_message, number
+from resilient.telemetry.messages import alarm_message, duration, incident_message, number, origin_message
 from resilient.telemetry.run_directory import RunDirectory
 from resilient.telemetry.summary import Summary
 
@@ -163,9 +163,16 @@ class Progress:
             self._say(f"resumed from step {fields.get('step', '?')}", "cyan")
         elif kind == "evaluation":
             step = fields.get("step", self.summary.steps)
-            self._say(f"evaluation at step {step}: loss {number(self.summary.eval_loss)}")
+            written = [f"{name} {number(fields[name])}" for name in ("entropy", "repetition") if name in fields]
+            self._say(", ".join([f"evaluation at step {step}: loss {number(self.summary.eval_loss)}", *written]))
+        elif kind == "alarm":
+            self._say(f"~ {alarm_message(fields)}", "yellow" if fields.get("severity") == "warn" else "bold yellow")
+        elif kind == "request":
+            self._say(f"request {fields.get('action')}: {fields.get('outcome')}: {fields.get('message')}", "cyan")
         elif kind == "warning":
             self._say(f"warning: {_text(fields)}", "yellow")
+        elif kind == "nan_origin":
+            self._say(f"! {origin_message(fields)}", "yellow")
         elif kind == "guard_failed":
             self._say(f"!! the guard itself failed: {_text(fields)}", "bold red")
         elif kind == "end":
@@ -202,7 +209,7 @@ class Progress:
         total = f"/{self._total}" if self._total else ""
         return (
             f"step {report.step}{total}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3g}  "
-            f"lr {report.lr:.3g}  {self._rate()} tokens/s  level {report.level or '-'}  budget {report.budget_left}"
+            f"lr {report.lr:.3g}  {self._rate()} tokens/s  level {_level(report)}  budget {report.budget_left}"
         )
 
     def _rate(self) -> str:
@@ -225,7 +232,7 @@ class Progress:
         style = _LEVEL_STYLE.get(report.level, "dim")
         status = (
             f"loss {report.loss:.4f}  grad {report.grad_norm:.3g}  {self._rate()} tok/s  "
-            f"level [{style}]{report.level or '-'}[/]  budget {report.budget_left}"
+            f"level [{style}]{_level(report)}[/]  budget {report.budget_left}"
         )
         self._bar.update(self._task, completed=self.summary.steps, status=status)
         if time.monotonic() - self._drawn >= 0.1:
@@ -236,6 +243,16 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _level(report: StepReport) -> str:
+    """Letter and number; below B what drives it, too."""
+    text = report.level or "-"
+    if report.stability is not None:
+        text += f" {report.stability:.0f}"
+    if report.level in ("C", "D", "E") and report.drivers:
+        text += f" ({', '.join(signal for signal, _ in report.drivers[:2])})"
+    return text
 
 
 def summary_of(run: RunDirectory) -> Summary:

@@ -36,6 +36,18 @@ def what_happened(incident: Incident) -> str:
     return text
 
 
+def origin_message(origin: Mapping[str, Any]) -> str:
+    """Where a NaN began, from a `nan_origin` event, such as
+    `the NaN of step 40 began in blocks.1.mlp.down (forward, micro-step 1, rank 1): ...`."""
+    step, said = origin.get("step", "?"), origin.get("message", "")
+    if not origin.get("reproduced"):
+        return f"the NaN of step {step}, run again: {said}"
+    where = [f"{origin.get('place')}", f"micro-step {origin.get('micro_step')}"]
+    ranks = origin.get("ranks") or [origin.get("rank", 0)]
+    module = f" in {origin['module']}" if origin.get("module") else ""
+    return f"the NaN of step {step} began{module} ({', '.join(where)}, {rank_names(ranks)}): {said}"
+
+
 def what_was_done(incident: Incident) -> str:
     if incident.action.startswith("would "):
         wanted = incident.action.removeprefix("would ")
@@ -91,3 +103,10 @@ def duration(seconds: Any) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def alarm_message(fields: Mapping[str, Any]) -> str:
+    """An alarm of the journal in one line."""
+    since = fields.get("onset_step")
+    began = f", since about step {since}" if since is not None and since != fields.get("step") else ""
+    return f"step {fields.get('step')}: {fields.get('severity')}: {fields.get('message')}{began}"

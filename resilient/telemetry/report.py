@@ -11,7 +11,7 @@ from resilient.coordinator.events import Incident
 from resilient.telemetry import html
 from resilient.telemetry.figure import run_figure, svg
 from resilient.telemetry.files import flatten
-from resilient.telemetry.messages import duration, number, what_happened, what_was_done
+from resilient.telemetry.messages import duration, number, origin_message, what_happened, what_was_done
 from resilient.telemetry.run_data import RunData
 
 _HIGHLIGHTS = (
@@ -49,6 +49,9 @@ def report_page(run: RunData, twin: RunData | None = None) -> str:
         html.section("Course of the run", _course(run, twin)),
         html.section(f"Incidents ({len(run.incidents)})", _incident_table(run)),
     ]
+    alarms = [record for record in run.journal if record["kind"] == "alarm"]
+    if alarms:
+        body.append(html.section(f"Alarms ({len(alarms)})", _alarm_table(alarms)))
     notes = _notes(run)
     if notes:
         body.append(
@@ -130,10 +133,14 @@ def _incident_table(run: RunData) -> str:
     if not run.incidents:
         return "<p>None: nothing was found that a person should know.</p>"
     rows = []
+    origins = {(r.get("attempt"), r.get("generation")): r for r in run.journal if r["kind"] == "nan_origin"}
     for index, record in enumerate(run.incidents, start=1):
         incident = as_incident(record)
         happened = what_happened(incident)
         evidence = [line for line in incident.evidence if line not in happened]
+        origin = origins.get((incident.attempt, record.get("generation")))
+        if origin is not None:
+            evidence.append(origin_message(origin))
         rows.append(
             [
                 f'<span class="badge">{index}</span>',
@@ -148,6 +155,21 @@ def _incident_table(run: RunData) -> str:
         )
     head = ("", "step", "onset", "what was seen", "cause (confidence)", "ranks", "place", "what was done")
     return html.table(head, rows, numeric=(1, 2))
+
+
+def _alarm_table(alarms: list[dict[str, Any]]) -> str:
+    """Early warnings; the first fifty, the journal has them all."""
+    rows = [
+        [
+            html.text(record.get("step")),
+            html.text(record.get("onset_step")),
+            html.text(record.get("severity")),
+            escape(f"{record.get('signal')} / {record.get('statistic')}"),
+            escape(str(record.get("message", ""))),
+        ]
+        for record in alarms[:50]
+    ]
+    return html.table(("step", "onset", "severity", "signal", "what was seen"), rows, numeric=(0, 1))
 
 
 def _notes(run: RunData) -> list[str]:

@@ -29,6 +29,7 @@ class RunConfig:
     nproc: int | None = None  # ranks that `resilient train` starts when no launcher did; see `processes`
     eval_every: int = 50  # steps; 0: only at the end
     eval_batches: int = 8
+    sample_tokens: int = 64  # sampled behind each of two held-out prompts at an evaluation (S1); 0: none
     log_every: int = 10  # steps between progress lines when the output is not a terminal
     threads: int = 1  # torch threads per process; 0: leave torch's default
     resume: Literal["auto", "never", "must"] = "auto"

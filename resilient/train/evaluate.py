@@ -1,6 +1,10 @@
-"""Held-out loss on a fixed set of windows, split over the ranks."""
+"""Evaluation: held-out loss on a fixed set of windows, and text sampled from the model, to see a silent collapse (S1)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,19 +43,84 @@ class HeldOut:
 
     @torch.no_grad()
     def __call__(self) -> float:
-        module, device = self._engine.module, self._engine.device
-        training, probing = module.training, set_probe(module, False)
-        module.eval()
+        device = self._engine.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        try:
+        with _evaluating(self._engine.module):
             for input_ids, labels in zip(self._input_ids, self._labels, strict=True):
                 logits = self._engine(input_ids.to(device)).flatten(0, 1).float()
                 total += F.cross_entropy(
                     logits, labels.to(device).flatten(), ignore_index=IGNORED, reduction="sum"
                 ).double()
-        finally:
-            module.train(training)
-            set_probe(module, probing)
         if dist.is_initialized():
             dist.all_reduce(total)
         return float(total) / self._tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote. entropy: of its output, nats a token, mean over all sampled tokens. repetition: see
+    `repetition`, mean over the prompts. text: the continuation of the first prompt, for people."""
+
+    entropy: float
+    repetition: float
+    text: str
+
+
+class Sampler:
+    """Callable: text sampled at temperature 1 behind a few fixed held-out prompts. A collapsed model keeps its loss for
+    a while, but its entropy falls or its text turns in circles.
+
+    tokens: sampled per prompt, one forward pass each; at most `seq_len` tokens of context are read again. Prompts and
+    random numbers are the same at every call and on every rank, so that calls can be compared and sharded engines run
+    in step; the global random streams are not touched. Collective for sharded engines: all ranks call it together.
+    """
+
+    def __init__(
+        self, engine: Engine, corpus: Corpus, config: DataConfig, *, tokens: int, prompts: int = 2, seed: int = 0
+    ) -> None:
+        self._engine, self._tokens, self._seed = engine, tokens, seed
+        self._context = config.seq_len
+        length = max(min(16, config.seq_len // 2), 1)
+        starts = np.arange(prompts) * (len(corpus.held_out) - length) // prompts
+        self._prompts = torch.from_numpy(
+            corpus.held_out[starts[:, None] + np.arange(length)]
+        ).long()  # (prompts, length)
+
+    @torch.no_grad()
+    def __call__(self) -> Sample:
+        device = self._engine.device
+        generator = torch.Generator().manual_seed(self._seed)
+        text = self._prompts.to(device)
+        entropy = torch.zeros((), dtype=torch.float64, device=device)
+        with _evaluating(self._engine.module):
+            for _ in range(self._tokens):
+                log_p = self._engine(text[:, -self._context :])[:, -1].float().log_softmax(-1)  # (prompts, vocabulary)
+                entropy += torch.special.entr(log_p.exp()).sum(-1).mean().double()
+                gumbel = -(-torch.rand(log_p.shape, generator=generator).to(device).log()).log()
+                text = torch.cat((text, (log_p + gumbel).argmax(-1, keepdim=True)), dim=1)  # a draw without a host sync
+        written = text[:, self._prompts.shape[1] :].cpu().numpy()
+        return Sample(
+            entropy=float(entropy) / max(self._tokens, 1),
+            repetition=float(np.mean([repetition(row) for row in written])),
+            text=bytes(np.minimum(written[0], 255).astype(np.uint8)).decode("utf-8", "replace"),
+        )
+
+
+def repetition(tokens: np.ndarray, n: int = 4) -> float:
+    """Share of a text's n-grams that occurred in it before: 0 for none, near 1 for a loop. tokens: (T,) integers."""
+    if len(tokens) <= n:
+        return 0.0
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """In eval mode, attention probes off; afterwards as before."""
+    training, probing = module.training, set_probe(module, False)
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+        set_probe(module, probing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from resilient.engines.base import Engine
 from resilient.train.data import IGNORED, Batch
+from resilient.train.evaluate import Sample
 from resilient.train.model import set_probe
 
 
@@ -49,7 +50,15 @@ class LoopGuard(Protocol):
 
     def evaluation(self) -> AbstractContextManager[Any]: ...
 
-    def event(self, kind: str, fields: Mapping[str, Any]) -> None: ...
+    def evaluated(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        entropy: float | None = None,
+        repetition: float | None = None,
+        text: str | None = None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,12 +102,14 @@ def train(
     steps: int,
     eval_every: int = 0,
     probe_every: int = 0,
+    sample: Callable[[], Sample] | None = None,
     objective: ObjectiveFn = next_byte_loss,
 ) -> float:
     """Train until `steps` optimizer steps are in force; return the last evaluation loss (nats per byte). On every rank.
 
     eval_every: steps between evaluations; 0: only at the end. probe_every: steps between attention probes of a GPT;
-    0: none. They depend on the step number alone, so that a replay probes the same steps.
+    0: none. They depend on the step number alone, so that a replay probes the same steps. sample: what the model writes,
+    asked at each evaluation; None: nothing is sampled.
     """
     evaluated: tuple[int, float] | None = None
     for batch in guard.batches(steps=steps):
@@ -108,14 +119,20 @@ def train(
         guard.backward(weighted(result, guard), report=own_mean, tokens=result.tokens)
         due = guard.step() and eval_every > 0 and guard.applied % eval_every == 0
         if due and (evaluated is None or evaluated[0] != guard.applied):  # a refused step changes nothing
-            evaluated = (guard.applied, _evaluate(guard, evaluate))
+            evaluated = (guard.applied, _evaluate(guard, evaluate, sample))
     if evaluated is None or evaluated[0] != guard.applied:
-        evaluated = (guard.applied, _evaluate(guard, evaluate))
+        evaluated = (guard.applied, _evaluate(guard, evaluate, sample))
     return evaluated[1]
 
 
-def _evaluate(guard: LoopGuard, evaluate: Callable[[], float]) -> float:
+def _evaluate(guard: LoopGuard, evaluate: Callable[[], float], sample: Callable[[], Sample] | None) -> float:
     with guard.evaluation(), torch.no_grad():
         loss = evaluate()
-    guard.event("evaluation", {"step": guard.applied, "loss": loss})
+        written = sample() if sample is not None else None
+    if written is None:
+        guard.evaluated(guard.applied, loss=loss)
+    else:
+        guard.evaluated(
+            guard.applied, loss=loss, entropy=written.entropy, repetition=written.repetition, text=written.text
+        )
     return loss

@@ -139,6 +139,18 @@ def reference_norms(
     per_micro_step: the local norm of an engine that reduces on every micro-step: sqrt of the sum over micro-steps of
     the squared norm of each micro-step's contribution loss/accumulation.
     """
+    local_sq, reduced = reference_gradients(setup, parameters, index, rank, world, per_micro_step)
+    return math.sqrt(local_sq), total_norm(reduced)
+
+
+def total_norm(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+
+
+def reference_gradients(
+    setup: Setup, parameters: dict[str, torch.Tensor], index: int, rank: int, world: int, per_micro_step: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """As above: the square of the local norm, and the reduced gradients by name."""
     reduced: dict[str, torch.Tensor] = {}
     local_sq = 0.0
     for r in range(world):
@@ -159,7 +171,7 @@ def reference_norms(
             local_sq = sum(float(g.square().sum()) for g in accumulated.values())
         for name, g in accumulated.items():
             reduced[name] = reduced.get(name, 0) + g / world
-    return math.sqrt(local_sq), math.sqrt(sum(float(g.square().sum()) for g in reduced.values()))
+    return local_sq, reduced
 
 
 # relative bounds on norms against the float64 reference: float32 as BR-45 demands; 8 bits of mantissa otherwise
@@ -169,9 +181,18 @@ NORM_BOUND = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 1e-2}
 # --- the checks -------------------------------------------------------------------------------------------------
 
 
+def layer_norms(values: torch.Tensor) -> list[float]:
+    """Norms by layer group from this rank's shares of their squares."""
+    total = values.detach().double().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.sqrt().tolist()
+
+
 def check_norms(adapter: Adapter, rank: int, world: int) -> None:
     """BR-45: global and local gradient norms equal a single-process reference, at accumulation 1 and 4, on the first
-    step and after training, tied head and several parameter groups included; there are several buckets."""
+    step and after training, tied head and several parameter groups included; there are several buckets. S3: so do the
+    norms by layer group, whose squares add up to the global one."""
     for precision in adapter.precisions:
         bound = NORM_BOUND[precision]
         for accumulation, tied in ((1, False), (4, True)):
@@ -180,13 +201,19 @@ def check_norms(adapter: Adapter, rank: int, world: int) -> None:
             for index in range(3):
                 parameters = adapter.full_parameters(engine)
                 taps, _ = window(engine, setup, index, rank)
-                local, whole = reference_norms(setup, parameters, index, rank, world, engine.per_micro_step)
+                local_sq, reduced = reference_gradients(setup, parameters, index, rank, world, engine.per_micro_step)
+                local, whole = math.sqrt(local_sq), total_norm(reduced)
                 got_local, got_whole = math.sqrt(float(taps.local_sq)), grad_norm(taps)
                 case = f"{precision}, accumulation {accumulation}, window {index}"
                 assert abs(got_whole / whole - 1) < bound, f"{case}: grad_norm {got_whole}, reference {whole}"
                 assert abs(got_local / local - 1) < bound, f"{case}: local norm {got_local}, reference {local}"
                 assert taps.local_sq.ndim == 0
                 assert taps.reduced_sq_share.ndim == 0
+                for i, layer in enumerate(engine.layers.names):
+                    got = layer_norms(taps.layer_sq_share)[i]
+                    reference = total_norm({n: g for n, g in reduced.items() if engine.layers.of[n] == i})
+                    assert abs(got / reference - 1) < 3 * bound, f"{case}: {layer} {got}, reference {reference}"
+                assert math.isclose(float(taps.layer_sq_share.sum()), float(taps.reduced_sq_share), rel_tol=1e-12)
                 enough = 1 if index == 0 else 2  # DDP learns its buckets in the first backward, which has one
                 assert taps.buckets >= enough, f"{case}: taps saw {taps.buckets} buckets"
                 engine.apply(got_whole, NEUTRAL)
@@ -208,6 +235,46 @@ def check_weight_norm(adapter: Adapter, rank: int, world: int) -> None:
                 f"{precision}, {float(share)} for {whole}"
             )
             train(engine, setup, [index], rank)
+        engine.close()
+
+
+def check_updates(adapter: Adapter, rank: int, world: int) -> None:
+    """BR-07: the measured change of a step, by layer group, is the difference of the parameters before and after it,
+    clipping and an LR knob included; a skip measures nothing. BR-04: no gradient is left after a step or a skip, and one
+    that nothing was decided about is seen."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision, groups=True, clip=0.5)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        assert engine.layers.names == ("embedding", "blocks.0", "blocks.1", "head"), engine.layers.names
+        for index, factor in enumerate((1.0, 1.0, 0.5)):
+            before = adapter.full_parameters(engine)
+            assert float(engine.leftover_sq() or 0.0) == 0.0, f"{precision}, window {index}"
+            taps, _ = window(engine, setup, index, rank)
+            engine.watch_update(with_lag=True)
+            engine.apply(grad_norm(taps), Knobs(lr_factor=factor))
+            update = engine.take_update()
+            assert update is not None
+            assert engine.take_update() is None
+            wanted = dict.fromkeys(engine.layers.names, 0.0)
+            for name, p in adapter.full_parameters(engine).items():
+                wanted[engine.layers.names[engine.layers.of[name]]] += float((p - before[name]).double().square().sum())
+            for name, got in zip(wanted, layer_norms(update.sq_share), strict=True):
+                reference = math.sqrt(wanted[name])
+                assert abs(got / reference - 1) < 1e-5, f"{precision}, {name}: {got}, reference {reference}"
+            assert update.lag_share is not None
+            lag = layer_norms(update.lag_share)
+            if index == 0:  # the bias-corrected v of the first step is g^2 itself: 1, less for elements without
+                # gradient; 1.4 where DeepSpeed had the optimizer step on zeros before (its half-precision ZeRO 0)
+                assert all(0.2 < value < 1.4 for value in lag), f"{precision}: {lag}"
+            assert all(0.0 < value < 5.0 for value in lag), f"{precision}: {lag}"
+        taps, _ = window(engine, setup, 3, rank)
+        left = engine.leftover_sq()
+        assert left is not None
+        assert float(left) == float(taps.reduced_sq_share)
+        engine.watch_update(with_lag=False)
+        engine.skip()
+        assert engine.take_update() is None
+        assert float(engine.leftover_sq() or 0.0) == 0.0, f"{precision}, after a skip"
         engine.close()
 
 

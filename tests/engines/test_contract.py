@@ -64,6 +64,30 @@ class NormOffByLittle(DDPEngine):
         return replace(taps, local_sq=taps.local_sq * (1 + 5e-5))
 
 
+class LayersMixedUp(DDPEngine):
+    def taps(self) -> Taps:
+        taps = super().taps()
+        return replace(taps, layer_sq_share=taps.layer_sq_share.flip(0))
+
+
+class UpdateBeforeKnobs(DDPEngine):
+    """Measures the change that the step would have made without the LR factor."""
+
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
+        super().apply(grad_norm, knobs)
+        update = self._update_tap._update
+        if update is not None:
+            self._update_tap._update = replace(update, sq_share=update.sq_share / knobs.lr_factor**2)
+
+
+class KeepsGradients(DDPEngine):
+    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
+        kept = self._grads()
+        super().apply(grad_norm, knobs)
+        for name, p in self._params.items():
+            p.grad = kept.get(name)
+
+
 class SumsMicroSteps(DDPEngine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -155,6 +179,9 @@ FAULTS = [
     (SkipUncounted, "check_counters"),
     (NormAfterClip, "check_norms"),
     (NormOffByLittle, "check_norms"),
+    (LayersMixedUp, "check_norms"),
+    (UpdateBeforeKnobs, "check_updates"),
+    (KeepsGradients, "check_updates"),
     (SumsMicroSteps, "check_norms"),
     (LeaksLRFactor, "check_lr_factor"),
     (IgnoresClipFactor, "check_clip"),

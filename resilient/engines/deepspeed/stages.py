@@ -7,13 +7,16 @@ its buckets with uninitialised memory there, and ZeRO 1 and 2 have already divid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from resilient.engines.layers import Layers, Part
 from resilient.errors import ConfigError
 from resilient.signals import Knobs
 
@@ -42,6 +45,13 @@ class Stage:
         self.engine = engine
         self.optimizer: Any = engine.optimizer
         self.base: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.layers = Layers(
+            {n: int(getattr(p, "ds_numel", p.numel())) for n, p in engine.module.named_parameters()},
+            torch.device(engine.device),
+        )
+        self._layer_of = {id(p): self.layers.of[n] for n, p in engine.module.named_parameters()}
+        self._weight = 1 / engine.dp_world_size if self.replicated else 1.0
+        self.reduce_s = 0.0  # host seconds in the tapped reduction, counted up
         self._undo: list[Callable[[], None]] = []
 
     # --- taps ---
@@ -64,14 +74,39 @@ class Stage:
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             first(*args, **kwargs)
-            return original(*args, **kwargs)
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.reduce_s += time.perf_counter() - started
 
         setattr(owner, name, tapped)
         self._undo.append(lambda: delattr(owner, name) if shadowed is None else setattr(owner, name, shadowed))
 
-    def reduced(self) -> list[torch.Tensor]:
-        """The reduced gradients that the next step would use on this rank, still multiplied by the loss scale."""
-        return [p.grad for group in self.base.param_groups for p in group["params"] if p.grad is not None]
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        """The reduced gradients that the next step would use on this rank, still multiplied by the loss scale, and
+        whose they are."""
+        params = [p for group in self.base.param_groups for p in group["params"]]
+        return [(p.grad, self._part(p)) for p in params if p.grad is not None]
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        """id of each tensor of `masters()` -> whose its elements are."""
+        return {id(p): [self._part(p)] for group in self.base.param_groups for p in group["params"]}
+
+    def _part(self, parameter: torch.Tensor, start: int = 0, stop: int | None = None) -> Part:
+        return Part(self._layer_of[id(parameter)], self._weight, start, stop)
+
+    def _in_a_row(self, parameters: Iterable[torch.Tensor], first: int = 0, length: int | None = None) -> list[Part]:
+        """Parts of the slice [first, first + length) of a flat buffer that holds whole parameters one after another."""
+        parts, at = [], -first
+        for parameter in parameters:
+            start, stop = max(at, 0), at + parameter.numel()
+            stop = stop if length is None else min(stop, length)
+            if start < stop:
+                parts.append(self._part(parameter, start, stop))
+            at += parameter.numel()
+        return parts
 
     # --- loss scale ---
 
@@ -196,8 +231,21 @@ class HalfStage(Stage):
     def clip(self, value: float) -> None:
         self.optimizer.clip_grad = value
 
-    def reduced(self) -> list[torch.Tensor]:
-        return [p.grad for group in self.optimizer.fp16_groups for p in group if p.grad is not None]
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        params = [p for group in self.optimizer.fp16_groups for p in group]
+        return [(p.grad, self._part(p)) for p in params if p.grad is not None]
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        groups = self.optimizer.fp16_groups
+        if hasattr(self.optimizer, "fp32_groups_flat"):
+            flats = self.optimizer.fp32_groups_flat
+            return {id(flat): self._in_a_row(group) for flat, group in zip(flats, groups, strict=True)}
+        return {
+            id(master): [self._part(half)]
+            for halves, masters in zip(groups, self.optimizer.fp32_groups, strict=True)
+            for half, master in zip(halves, masters, strict=True)
+        }
 
     def masters(self) -> list[Master]:
         if hasattr(self.optimizer, "fp32_groups_flat"):

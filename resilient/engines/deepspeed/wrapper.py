@@ -11,6 +11,7 @@ from resilient.engines.buffers import BufferHold
 from resilient.engines.deepspeed.state import capture_state, restore_state
 from resilient.engines.deepspeed.support import stage_of
 from resilient.engines.norms import sum_of_squares
+from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import ConfigError
 from resilient.signals import Knobs
 
@@ -40,11 +41,14 @@ class DeepSpeedEngine:
         self.per_micro_step = engine.zero_optimization_stage() >= 2
         self._stage = stage_of(engine)
         self._world = engine.dp_world_size
+        self.layers = self._stage.layers
+        self._update_tap = UpdateTap(self._stage.base, self.layers, self._stage.parts)
         self._own_scheduler = scheduler if scheduler is not engine.lr_scheduler else None
         self._refused = engine.skipped_steps  # steps that DeepSpeed refused itself: it counts them in global_steps too
         self._schedule_offset = self._schedule_position(0) - (engine.global_steps - self._refused)
         self._buffers = BufferHold(self.module)
         self._index, self._count = 0, 1
+        self._micro_steps_before = engine.micro_steps  # when the window began
         self._complete = False  # the last backward of a window is done, and nothing was decided about it yet
         self._listening = False
         self._reset_taps()
@@ -64,6 +68,7 @@ class DeepSpeedEngine:
         if index == 0:
             self._reset_taps()
             self._buffers.take()
+            self._micro_steps_before = self.engine.micro_steps
         self._index, self._count = index, count
         self.engine.set_gradient_accumulation_boundary(index == count - 1)
 
@@ -83,10 +88,19 @@ class DeepSpeedEngine:
     def taps(self) -> Taps:
         """Local norm of what entered the reduction; reduced share of what `engine.step` is about to use."""
         unscale = self._stage.loss_scale() ** 2
-        share = sum_of_squares(self._stage.reduced(), self.device) / unscale
-        if self._stage.replicated:
-            share = share / self._world
-        return Taps(local_sq=self._local_sq / unscale, reduced_sq_share=share, buckets=self._seen)
+        by_layer = self.layers.sums(self._stage.reduced()) / unscale
+        waited = self._stage.reduce_s
+        return Taps(self._local_sq / unscale, by_layer.sum(), self._seen, by_layer, waited, waited)
+
+    def leftover_sq(self) -> torch.Tensor | None:
+        left = self._stage.reduced()
+        return self.layers.sums(left).sum() / self._stage.loss_scale() ** 2 if left else None
+
+    def watch_update(self, with_lag: bool) -> None:
+        self._update_tap.watch(with_lag)
+
+    def take_update(self) -> Update | None:
+        return self._update_tap.take()
 
     def weight_sq_share(self) -> torch.Tensor:
         share = sum_of_squares((m.tensor for m in self._stage.masters()), self.device)
@@ -95,6 +109,7 @@ class DeepSpeedEngine:
     def _reset_taps(self) -> None:
         self._local_sq = torch.zeros((), dtype=torch.float64, device=self.device)
         self._seen = 0
+        self._stage.reduce_s = 0.0
 
     def _observe(self, gradients: list[torch.Tensor]) -> None:
         if self._listening:
@@ -113,7 +128,7 @@ class DeepSpeedEngine:
                 "apply() without a complete window: no backward of a last micro-step since the last decision"
             )
         self._complete = False
-        with self._stage.knobs(knobs):
+        with self._stage.knobs(knobs), self._update_tap.around():
             self.engine.step()
         self._align_micro_steps()
         self._buffers.drop()
@@ -138,6 +153,12 @@ class DeepSpeedEngine:
         self.engine._step_applied = False
         if overflow:
             self._stage.overflowed()
+
+    def abandon(self) -> None:
+        self._complete = False
+        self._stage.drop_gradients()
+        self._buffers.put_back()
+        self.engine.micro_steps = self._micro_steps_before
 
     def _align_micro_steps(self) -> None:
         """Keep DeepSpeed's own boundary arithmetic, (micro_steps + 1) % accumulation, in phase after a short window."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from resilient.engines.deepspeed.stages import Master, Observer, Stage
+from resilient.engines.layers import Part
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine as Engine
@@ -55,8 +58,18 @@ class Bf16Stage(ZeroStage):
     """BF16_Optimizer (ZeRO 1 with bf16 parameters and fp32 gradient accumulation). It keeps the whole reduced gradient
     on each rank and steps on its own partition of it; the engine's plain all-reduce does the reduction."""
 
-    def reduced(self) -> list[torch.Tensor]:
-        return list(self.optimizer.fp32_groups_gradient_flat_partition)  # padding is zero
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        flats = self.optimizer.fp32_groups_gradient_flat_partition
+        return [(flat, part) for flat, parts in zip(flats, self.parts.values(), strict=True) for part in parts]
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        optimizer = self.optimizer
+        parts = {}
+        for i, flat in enumerate(optimizer.fp32_groups_flat_partition):
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
+            parts[id(flat)] = self._in_a_row(optimizer.bf16_groups[i], rank * flat.numel(), flat.numel())
+        return parts
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -92,13 +105,38 @@ class PartitionedStage(ZeroStage):
             bucket.copy_streams.add(current)
         yield
 
-    def reduced(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for gradients in self.optimizer.averaged_gradients.values():
-            if gradients is not None:
-                flat = getattr(gradients, "flat_partition", None)
-                found.extend([flat] if flat is not None else gradients)  # padding is zero in both
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        found: list[tuple[torch.Tensor, Part]] = []
+        for i, gradients in self.optimizer.averaged_gradients.items():
+            if gradients is None:
+                continue
+            parts = self.parts[id(self.optimizer.single_partition_of_fp32_groups[i])]
+            flat = getattr(gradients, "flat_partition", None)
+            if flat is not None:
+                found.extend((flat, part) for part in parts)
+                continue
+            starts, at = {part.start: part for part in parts}, 0
+            for gradient in gradients:  # one after another they fill the partition
+                part = starts.get(at)
+                if part is not None:  # otherwise padding, which is zero
+                    found.append((gradient, Part(part.layer, part.weight)))
+                at += gradient.numel()
         return found
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        optimizer = self.optimizer
+        parts: dict[int, list[Part]] = {}
+        for i, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
+            parts[id(flat)] = []
+            for parameter in optimizer.params_in_partition[i]:
+                key = optimizer.get_param_id(parameter)
+                skipped = int(optimizer.grad_start_offset[i][rank][key])
+                start = int(optimizer.grad_partition_insertion_offset[i][rank][key])
+                stop = min(start + parameter.numel() - skipped, flat.numel())
+                parts[id(flat)].append(self._part(parameter, start, stop))
+        return parts
 
     def drop_gradients(self) -> None:
         optimizer = self.optimizer
@@ -159,8 +197,24 @@ class ShardedStage(ZeroStage):
 
         self._before(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", before)
 
-    def reduced(self) -> list[torch.Tensor]:
-        return [g for gradients in self.optimizer.averaged_gradients.values() for g in gradients or ()]
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        return [
+            (gradient, self._part(parameter))
+            for i, gradients in self.optimizer.averaged_gradients.items()
+            if gradients
+            for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[i], strict=True)
+        ]
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        optimizer = self.optimizer
+        parts: dict[int, list[Part]] = {}
+        for flat, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            parts[id(flat)] = []
+            for parameter in group:
+                _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                parts[id(flat)].append(self._part(parameter, start, start + length))
+        return parts
 
     def drop_gradients(self) -> None:
         optimizer = self.optimizer

@@ -1,0 +1,5 @@
+import sys
+
+from resilient.bench.detection.run import main
+
+sys.exit(main())
