@@ -30,6 +30,7 @@ class SeriesConfig:
     trend_after: int = 96  # points before level, drift and trend speak
     scale_after: int = 608  # points before the dispersion speaks: its window, and a reference five times as long
     accept_after: int = 48  # points off in a row after which a new level is accepted, with a warning
+    hold: int = 256  # points that alarms may keep the references frozen; then the new regime is accepted, too
     suspect: float = 5.0  # robust sigmas; a point beyond does not enter the references
     cooldown: int = 24  # points after an alarm that do not count as healthy history
     least_point: float = 8.0  # where one logged point stands for several steps

@@ -62,12 +62,13 @@ class Series:
     """All signals of a run or a log, judged over time. See the module."""
 
     name = "series"
-    ROW_ARRAYS = ("sign", "linear", "odd", "cool", "sparse", "nonpositive", "steps", "scores")
+    ROW_ARRAYS = ("sign", "linear", "odd", "cool", "held", "sparse", "nonpositive", "steps", "scores")
 
     sign: np.ndarray  # (rows,) +1 or -1: up is bad after multiplying
     linear: np.ndarray  # (rows,) judged as it is instead of its logarithm
     odd: np.ndarray  # (rows,) odd points in a row, more or less
     cool: np.ndarray  # (rows,) points until healthy history counts again
+    held: np.ndarray  # (rows,) points in a row, more or less, at which alarms froze the references
     sparse: np.ndarray  # (rows,) of 15 gaps between points, those longer than a step; -1: not known yet
     nonpositive: np.ndarray  # (rows,) values without a logarithm so far
     steps: np.ndarray  # (rows, 128) of the last values, oldest first
@@ -208,7 +209,9 @@ class Series:
         refusable = statistic in (POINT, CONFIRMED)
         if refusable and severity is Severity.ACT and (spec.refuse is None or self.linear[row] or change < spec.refuse):
             severity = Severity.WARN
-        accepting = self.odd[row] + 1 >= self.config.accept_after and look.scores[i, POINT] > self.config.suspect
+        accepting = self.held[row] + 1 >= self.config.hold or (
+            self.odd[row] + 1 >= self.config.accept_after and look.scores[i, POINT] > self.config.suspect
+        )
         if accepting:
             severity = min(severity, Severity.WARN)
         onset, sure = self._onset(row, statistic, observation.step, float(look.scores[i, POINT]))
@@ -226,7 +229,7 @@ class Series:
             statistic=STATISTICS[statistic],
             onset_confidence=sure,
             message=_words(name, statistic, value, reference, score)
-            + (f"; accepted as the new level after {self.config.accept_after} in a row" if accepting else ""),
+            + ("; accepted as the new level: it has stayed" if accepting else ""),
         )
 
     def _onset(self, row: int, statistic: int, step: int, point: float) -> tuple[int, float]:
@@ -297,6 +300,10 @@ class Series:
             for row in np.flatnonzero(self.odd >= self.config.accept_after):
                 self._statistics.rebase(int(row))
                 self.odd[row] = 0
+            for row in np.flatnonzero(self.held >= self.config.hold):
+                self._statistics.rebase(int(row))
+                self._statistics.accept_widening(int(row))
+                self.held[row] = 0
 
     def _sort_out(self, judged: _Judged, applied: bool) -> tuple[np.ndarray, np.ndarray]:
         """(calm, healthy) of each row: may its value enter the references; does its score count as healthy history? A lone
@@ -312,7 +319,8 @@ class Series:
         self.odd[rows] = count = np.where(odd, self.odd[rows] + 1, np.maximum(self.odd[rows] - 1, 0))
         trouble = (alarming & ~lesson) | (count > 2)
         self.cool[rows] = cool = np.where(trouble, self.config.cooldown, np.maximum(self.cool[rows] - 1, 0))
-        self._trouble = bool(self.odd.any() or self.cool.any())
+        self.held[rows] = np.where(alarming, self.held[rows] + 1, np.maximum(self.held[rows] - 1, 0))
+        self._trouble = bool(self.odd.any() or self.cool.any() or self.held.any())
         if (alarming & ~lesson).any():
             alarmed = np.arange(len(self._names))[rows][alarming & ~lesson]
             self._statistics.forget_recent(alarmed)
@@ -368,6 +376,7 @@ class Series:
         self.linear = np.zeros(n, dtype=bool)
         self.odd = np.zeros(n, dtype=np.int64)
         self.cool = np.zeros(n, dtype=np.int64)
+        self.held = np.zeros(n, dtype=np.int64)
         self.sparse = np.full(
             n, -1, dtype=np.int64
         )  # of 15 gaps between points, those longer than a step; -1: not known

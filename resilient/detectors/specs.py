@@ -29,7 +29,7 @@ class Spec:
     least_scale: float | None = None
 
 
-LOSS = Spec(strictness=1.0, jump=0.015, single=0.25, refuse=0.25, least_scale=1.0)
+LOSS = Spec(strictness=1.0, jump=0.015, single=0.25, refuse=0.25, least_scale=1.3)
 NORM = Spec(floor=0.02, jump=0.3, single=1.25, refuse=1.1)
 
 SPECS: tuple[tuple[str, Spec], ...] = (

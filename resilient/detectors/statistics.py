@@ -12,7 +12,7 @@ points, clipped around the running level so that no single point carries them, a
 history, which takes autocorrelation into account. Nothing that is off enters a reference, and what enters `scale`'s
 reference is at least 96 points old: a slow ramp cannot hide in it.
 
-Made to cost little: what only the references need is kept for 8 steps and taken in at once.
+Made to cost little: what only the references need is kept for 16 steps and taken in at once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MAD_TO_SIGMA = 1.4826
 _LEAST_SPREAD = 0.05
 _YOUNG = 160  # points of a steep start: differences have a say in sigma (their own is sqrt(2) larger, which is margin)
 _EARLY = 25
-_LAG = 8  # batches
-_BATCH = 8  # steps after which the references take in what was kept
+_LAG = 4  # batches
+_BATCH = 16  # steps after which the references take in what was kept
 _RECENT = 64
 _MIDDLE = (_MEDIAN // 2 - 1, _MEDIAN // 2)
 
@@ -282,6 +282,15 @@ class Statistics:
         noise = _ABS_TO_SIGMA * float(np.mean(np.abs(recent - np.median(recent))))
         self.sigma[row] = max(float(self.sigma[row]), noise)
         self.fast_sigma[row] = max(float(self.fast_sigma[row]), noise)
+        self._derive()
+
+    def accept_widening(self, row: int) -> None:
+        """Take the present dispersion, and the present pace of level, drift and trend, for the usual one from now on."""
+        wider = max(float(self.ratios[row].mean()), 1.0)
+        self.difference_mean[row] = wider * float(self.unit_now[row])
+        self.ratios[row] /= wider
+        self.spread[row] = np.maximum(self.spread[row], np.abs(self.kept_linear[row]).max(axis=0) / 3.0)
+        self.waiting_calm[row] = 0.0
         self._derive()
 
 

@@ -133,6 +133,15 @@ def test_a_gradient_norm_three_times_as_large_locks_nothing():
     assert not any(warned(f) for f in found[-500:])
 
 
+def test_a_run_that_stays_wider_is_accepted_after_a_while():
+    """Twice the noise for good: told, and not told for ever."""
+    rng = np.random.default_rng(31)
+    norm = 0.3 * np.exp(np.concatenate([0.1 * noise(rng, 1500), 0.3 * noise(rng, 2500)]))
+    _, found, alarms = run(observations({"grad_norm": norm}))
+    assert alarms and 1500 < alarms[0].step < 1600 and alarms[0].statistic == "scale"
+    assert not any(warned(f) for f in found[-1500:])
+
+
 @pytest.mark.parametrize(
     "change",
     [
