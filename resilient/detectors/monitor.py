@@ -90,7 +90,11 @@ class Monitor:
             key = finding.signal + (f"@{finding.ranks}" if finding.ranks else "")
             if key not in worst or finding.severity > worst[key].severity:
                 worst[key] = finding
+        whole = {f.signal for f in worst.values() if "/" not in f.signal}
         for key, finding in worst.items():
+            base, _, layer = finding.signal.partition("/")
+            if layer and (base in whole or "layers" in whole):
+                continue  # the sum says it already; the layers are in the findings
             last, told, severity = self._episodes.get(key, [-(10**9), -(10**9), 0])
             new = self._seen - last > _QUIET
             if new or finding.severity > severity or self._seen - told >= _REMIND:

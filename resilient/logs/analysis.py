@@ -154,6 +154,7 @@ class Analyzer:
         self._first_step: int | None = None
         self._applied_step: int | None = None
         self._generation: float | None = None
+        self._rolled_back = False
         self._shift = 0  # of the x axis, when the file's counter began anew
         self._norm_run = 0  # gradient norms in a row that were not finite
         self._refused: deque[float] = deque(
@@ -220,6 +221,9 @@ class Analyzer:
         self._generation = generation
         if last is not None and (anew or (row.step <= last if row.attempt else row.step < last)):
             self._go_back(row, last)
+        elif self._rolled_back:  # to the very step that was in force: only refused attempts are taken back
+            self._past.rewind(row.step - 1)
+        self._rolled_back = row.rolled_back
         self._step = row.step
         if self._first_step is None:
             self._first_step = row.step

@@ -75,6 +75,7 @@ class StepsParser:
                 int(record["step"]),
                 values,
                 applied=record.get("applied") is not False,
+                rolled_back=record.get("action") == "rollback",
                 attempt=int(record["attempt"]),
                 line=number,
             )

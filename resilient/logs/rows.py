@@ -17,6 +17,7 @@ class Row:
     applied: False if the file says that the optimizer step was refused or skipped.
     attempt: our own steps.jsonl only; else 0.
     evaluation: a row of an evaluation (`eval_loss` and such), not of a training step.
+    rolled_back: our own steps.jsonl only: the state of an earlier step was restored after this attempt.
     line: 1-based line (or record) of the file, for messages."""
 
     step: int
@@ -24,6 +25,7 @@ class Row:
     applied: bool = True
     attempt: int = 0
     evaluation: bool = False
+    rolled_back: bool = False
     line: int = 0
 
 
