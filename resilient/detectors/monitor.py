@@ -54,7 +54,7 @@ class Monitor:
 
     def _fused(self, observation: Observation, findings: list[Finding]) -> list[Finding]:
         """Two signals that are both nearly beyond their warn threshold are a warning together."""
-        if self._series is None or any(f.severity >= Severity.WARN for f in findings):
+        if self._series is None or any(f.severity >= Severity.WARN or f.alone for f in findings):
             return findings
         ratios = {signal: ratio for signal, _, ratio in self._series.ratios(observation)}
         watched = [f for f in findings if ratios.get(f.signal, 0.0) >= 0.85]
@@ -70,7 +70,7 @@ class Monitor:
         or worse the first, an escalation, and a reminder every 32 observations."""
         evidence = list(self._series.ratios(observation)) if self._series is not None else []
         evidence += [_evidence(f) for f in findings if f.detector != "series"]
-        small = {f.signal for f in findings if f.detector == "series" and f.severity is Severity.WATCH}
+        small = {f.signal for f in findings if f.detector == "series" and (f.severity is Severity.WATCH or f.alone)}
         self._stability.absorb((s, k, min(e, 0.95) if s in small else e) for s, k, e in evidence)
         alarms = () if ordinary_overflow(observation, findings) else self._news(findings)
         for detector in self.detectors:
@@ -85,13 +85,13 @@ class Monitor:
         alarms = []
         worst: dict[str, Finding] = {}
         for finding in findings:
-            if finding.severity < Severity.WARN:
+            if finding.severity < Severity.WARN or finding.alone:
                 continue
             key = finding.signal + (f"@{finding.ranks}" if finding.ranks else "")
             if key not in worst or finding.severity > worst[key].severity:
                 worst[key] = finding
         whole = {f.signal for f in worst.values() if "/" not in f.signal}
-        for key, finding in worst.items():
+        for key, finding in sorted(worst.items()):
             base, _, layer = finding.signal.partition("/")
             if layer and (base in whole or "layers" in whole):
                 continue  # the sum says it already; the layers are in the findings

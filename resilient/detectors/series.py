@@ -177,19 +177,26 @@ class Series:
         look = judged.look
         index = np.arange(len(self._names))[look.rows]
         thresholds = self._tail.thresholds[look.rows]
+        loss = judged.names.index("loss") if "loss" in judged.names else None
+        odd_batch = loss is not None and float(look.scores[loss, POINT]) > self.config.suspect
         over = (look.scores >= thresholds[:, :, 0]) & (self._statistics.speaks[look.rows] > 0)
         findings = []
         for i in np.flatnonzero(over.any(axis=1)):
             candidates = [
-                self._finding(judged, int(i), int(index[i]), int(k), thresholds[i, k]) for k in np.flatnonzero(over[i])
+                self._finding(judged, int(i), int(index[i]), int(k), thresholds[i, k], odd_batch)
+                for k in np.flatnonzero(over[i])
             ]
             findings.append(
                 max(candidates, key=lambda f: (f.severity, judged.ratios[i, STATISTICS.index(f.statistic)]))
             )
         return findings
 
-    def _finding(self, judged: _Judged, i: int, row: int, statistic: int, thresholds: np.ndarray) -> Finding:
-        """The finding of one statistic of one signal; its severity is cut where the change is too small to matter."""
+    def _finding(
+        self, judged: _Judged, i: int, row: int, statistic: int, thresholds: np.ndarray, odd_batch: bool
+    ) -> Finding:
+        """The finding of one statistic of one signal; its severity is cut where the change is too small to matter.
+
+        odd_batch: the loss of this very step is odd. A loss or a norm that is odd with it, once, is that batch's doing."""
         look, observation, spec = judged.look, judged.observation, self._specs[row]
         score = float(look.scores[i, statistic])
         severity = _SEVERITIES[int((score >= thresholds).sum()) - 1]
@@ -227,6 +234,7 @@ class Series:
             value=value,
             reference=reference,
             statistic=STATISTICS[statistic],
+            alone=statistic == POINT and not self._coarse(row) and (odd_batch or spec is LOSS),
             onset_confidence=sure,
             message=_words(name, statistic, value, reference, score)
             + ("; accepted as the new level: it has stayed" if accepting else ""),

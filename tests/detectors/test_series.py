@@ -159,6 +159,19 @@ def test_ordinary_changes_are_no_alarm(change):
     assert not run(observations(signals))[2]
 
 
+def test_one_giant_batch_may_be_refused_but_is_no_alarm_until_a_second_confirms_it():
+    signals = calm(700, seed=23)
+    signals["loss"][600] *= 2.5
+    signals["grad_norm"][600] *= 8
+    _, found, alarms = run(observations(signals))
+    assert not alarms and any(f.severity is Severity.ACT and f.alone for f in found[600])
+    signals["loss"][601] *= 2.5
+    _, _, alarms = run(observations(signals))
+    assert [(a.step, a.signal, a.severity, a.onset_step) for a in alarms if a.signal == "loss"] == [
+        (602, "loss", "act", 601)
+    ]
+
+
 def test_one_logged_point_counts_for_more_where_steps_are_not_logged():
     """A lone point at +20 %: of one step it is one odd batch, of ten it is a spike."""
     signals = calm(800, seed=11)
@@ -268,7 +281,7 @@ class TestTogether:
         assert together and "began in embedding" in together[0].message and together[0].onset_step == 691
 
     def test_realised_alarm_rates_are_reported_beside_the_target(self):
-        monitor, *_ = run(observations(after(calm(999, seed=22), loss=[9.0], grad_norm=[5.0])))
+        monitor, *_ = run(observations(after(calm(998, seed=22), loss=[9.0, 9.0], grad_norm=[5.0, 5.0])))
         rates = monitor.rates()
         assert (
             rates["predicted_warn"] == 1.0 and rates["realised_warn"] == pytest.approx(20.0) and rates["steps"] == 1000

@@ -299,7 +299,7 @@ def small_spike(rng: np.random.Generator, noise: Noise, runs: int, *, before: in
 
 def nonfinite(rng: np.random.Generator, noise: Noise, runs: int, *, before: int = 1500, burst: int = 1) -> Streams:
     """E7: loss and norm are NaN for `burst` steps, then the run goes on as before. burst 0 is the undisturbed twin."""
-    c = curve(rng, noise, runs, before + burst + 1000)
+    c = curve(rng, noise, runs, before + max(burst, 1) + 1000)
     c.event(np.full(runs, before), np.full(runs, before))
     streams = c.streams(f"E7 NaN x{burst}")
     for signal in ("loss", "grad_norm"):

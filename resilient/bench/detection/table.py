@@ -32,12 +32,13 @@ def _cases(found: dict[str, Any], mode: str) -> str:
     for key, modes in found["events"].items():
         if not modes[mode]:
             continue
-        cells = [modes[mode][column] for column in columns]
-        rows.append(
-            [_names(found, key)]
-            + [f"{100 * c['recall_at_lead']['0']:.0f}% {c['median_lead']:+.0f} {c['p10_lead']:+.0f}" for c in cells]
-        )
+        cells = [modes[mode].get(column) for column in columns]
+        rows.append([_names(found, key), *(_case(c) if c else "-" for c in cells)])
     return table(f"Worked case S12, {mode}: early alarms, median and p10 lead (of 400 steps)", ["rule", *columns], rows)
+
+
+def _case(c: dict[str, Any]) -> str:
+    return f"{100 * c['recall_at_lead']['0']:.0f}% {c['median_lead']:+.0f} {c['p10_lead']:+.0f}"
 
 
 def _is_case(cell: str) -> bool:
