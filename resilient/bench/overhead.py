@@ -29,7 +29,8 @@ from resilient.engines.base import EngineConfig
 from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
 from resilient.recovery.local import spawn
-from resilient.signals import COLUMNS, StepRecord
+from resilient.signals import StepRecord
+from resilient.signals.record import row_width
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
 from resilient.train.model import GPT, ModelConfig
@@ -133,7 +134,7 @@ def _parts(lane: Lane, world: int) -> dict[str, float]:
     snapshot_bytes = sum(t.numel() * t.element_size() for t in _tensors(lane.guard.engine.capture()))
     return {
         "exchange_us": _microseconds(lambda: coordinator.exchange.table(record), 200),
-        "exchange_bytes": float(world * len(COLUMNS) * 8),
+        "exchange_bytes": float(world * row_width(len(coordinator.exchange.layers)) * 8),
         "judge_us": _microseconds(lambda: judge.judge(table, dynamic_scale=False, targets=lambda onset: 1), 500),
         "snapshot_ms": _microseconds(lambda: coordinator._state.capture(0, 0), 5) / 1e3,
         "snapshot_mb": snapshot_bytes / 1e6,

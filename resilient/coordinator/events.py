@@ -54,6 +54,7 @@ class Incident:
     confidence: float = 0.0
     evidence: tuple[str, ...] = ()
     reason: str = ""
+    likely: tuple[str, ...] = ()  # rows of the symptom table that fit, most confident first, each with a remedy
 
 
 class Listener(Protocol):

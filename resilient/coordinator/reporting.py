@@ -11,6 +11,7 @@ import numpy as np
 
 from resilient.coordinator.events import Incident, Listener, StepReport
 from resilient.coordinator.judge import Judge, Judgement
+from resilient.diagnosis.symptoms import causes
 from resilient.signals import StepTable
 
 _SIGNALS = (
@@ -24,6 +25,7 @@ _SIGNALS = (
     "longest",
     "padding",
     "eval_loss",
+    "eval_step",
     "entropy",
     "repetition",
 )
@@ -118,6 +120,11 @@ def incident_report(judgement: Judgement, target: int | None, excluded: tuple[in
         confidence=verdict.confidence,
         evidence=verdict.evidence,
         reason=decision.reason,
+        likely=tuple(
+            f"{c.cause} ({c.confidence:.1f}): {c.detail}" + (f" -> {c.remedies[0]}" if c.remedies else "")
+            for c in causes(verdict.findings, limit=3)
+            if c.cause != "unknown"
+        ),
     )
 
 

@@ -98,8 +98,18 @@ def _tiles(run: RunData, twin: RunData | None) -> list[tuple[str, str]]:
         ("rollbacks", number(summary.get("rollbacks"))),
         ("steps lost", number(summary.get("steps_lost"))),
         ("ranks named", ranks or "none"),
+        ("lowest stability", _lowest(run)),
         ("wall time", duration(summary.get("wall_s"))),
     ]
+
+
+def _lowest(run: RunData) -> str:
+    """Lowest stability number of the run and its step."""
+    known = [(r["stability"], r["step"]) for r in run.steps if isinstance(r.get("stability"), int | float)]
+    if not known:
+        return "-"
+    value, step = min(known)
+    return f"{value:.0f} at step {step}"
 
 
 def gap(value: Any, reference: Any) -> str:
@@ -126,6 +136,7 @@ def as_incident(record: dict[str, Any]) -> Incident:
         confidence=record.get("confidence") or 0.0,
         evidence=tuple(record.get("evidence") or ()),
         reason=record.get("reason", ""),
+        likely=tuple(record.get("likely") or ()),
     )
 
 
@@ -141,6 +152,7 @@ def _incident_table(run: RunData) -> str:
         origin = origins.get((incident.attempt, record.get("generation")))
         if origin is not None:
             evidence.append(origin_message(origin))
+        evidence += [f"likely: {line}" for line in incident.likely]
         rows.append(
             [
                 f'<span class="badge">{index}</span>',

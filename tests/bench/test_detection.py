@@ -389,6 +389,7 @@ def test_our_monitors_see_the_runs_step_by_step() -> None:
     assert judge(given, workers=2).alarms == found.alarms
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_in_small() -> None:
     settings = Settings(
         noises=("t3",), healthy=("t3",), rules=("B6", "B4"), healthy_runs=1, calibration_runs=1,

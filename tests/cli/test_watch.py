@@ -90,7 +90,7 @@ def test_s11_a_growing_file_read_in_any_pieces_gives_the_alarms_of_the_finished_
     whole, path = tmp_path / "whole.jsonl", tmp_path / "train.jsonl"
     whole.write_text("".join(SPIKED))
     expected = analyzed(whole)
-    assert {step for step, *_ in expected} >= {150, 180}
+    assert {step for step, *_ in expected} >= {151, 180}  # 150 is one odd step; 151 confirms it
     pieces = random.Random(1)
     watch, heard, _ = watching(path)
     assert not watch.look() and heard.said == [f"{path} is not there yet; waiting"]

@@ -76,12 +76,13 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(260)
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp2.py", marks=pytest.mark.slow)])
 def test_example_runs_and_goes_on(script: str, tmp_path: Path) -> None:
     check_two_starts(tmp_path / "run", TORCHRUN, TORCHRUN, script)
 
 
 @pytest.mark.timeout(260)
+@pytest.mark.slow
 def test_deepspeed_example_runs_under_torchrun_and_goes_on_under_deepspeed(tmp_path: Path) -> None:
     deepspeed = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
     check_two_starts(tmp_path / "run", deepspeed, TORCHRUN, "deepspeed_zero.py")

@@ -23,7 +23,7 @@ def off_and_observed(rank: int, world: int, engine: str) -> tuple[Outcome, Outco
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_off_trains_like_observe_and_measures_nothing(engine: str):
     run = run_ranks if engine.startswith("zero") else run_pooled
     for off, observed, hooks in run(off_and_observed, 2, engine, timeout=170):

@@ -38,7 +38,9 @@ def by_engine(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[str, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "family", ["ddp", "fsdp2", "zero0", pytest.param("zero1", marks=pytest.mark.slow), "zero2", "zero3"]
+)
 def test_bit_identical_to_the_twin(family: str):
     cases = [case for case in CASES if case[0] == family]
     run = run_ranks if family.startswith("zero") else run_pooled

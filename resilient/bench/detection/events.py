@@ -228,7 +228,7 @@ _CASCADES: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 def cascade(
-    rng: np.random.Generator, noise: Noise, runs: int, *, before: int = 1500, log: str = "BLOOM-176B"
+    rng: np.random.Generator, noise: Noise, runs: int, *, before: int = 4000, log: str = "BLOOM-176B"
 ) -> Streams:
     """E2: a fast cascade from a public log, replayed on top of this noise; it is over before a slow rule has seen anything.
 

@@ -85,12 +85,12 @@ def quick(settings: dict[str, Any]) -> Settings:
     return Settings(
         quick=True,
         noises=("t3",),
-        healthy=("t3", "LR step", "single-batch bumps"),
+        healthy=("t3", "single-batch bumps"),
         rules=("B0", *NAMED, "B9"),
         healthy_runs=2,
         calibration_runs=6,
         both_targets=False,
-        event_runs=2,
+        event_runs=1,
         case_runs=5,
         **settings,
     )
