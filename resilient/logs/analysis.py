@@ -8,7 +8,7 @@ it only, and on our own steps.jsonl the alarms are those of the live run. The ve
 | nonfinite | the last loss is NaN or Inf, or 8 losses in a row were without a restart after them; or, with a finite loss that is not away from its trend, the last 8 gradient norms were |
 | unclear | fewer than 32 losses, no loss at all, or one and the same value throughout |
 | diverged | the loss broke away from its trend (course.py) and has not come back by the end; not if it has only moved to a new level, calm since |
-| collapse | it never learned, or a silent collapse was found (statistic `collapse`) |
+| collapse | it never learned, or its output collapsed (statistic `collapse`; an evaluation loss that climbs is a warning: overfitting breaks no run) |
 | loss_spike | it broke away and came back, once or more |
 | healthy | none of these; there may be warnings |
 
@@ -307,7 +307,9 @@ class Analyzer:
         stuck = self._never_learned()
         if stuck:
             return "collapse", stuck
-        silent = next((alarm for alarm in self.alarms if alarm.statistic == "collapse"), None)
+        silent = next(
+            (alarm for alarm in self.alarms if alarm.statistic == "collapse" and alarm.signal != "eval_loss"), None
+        )
         if silent is not None:
             return "collapse", f"silent collapse: {silent.message or silent.signal}"
         closed = [b for b in course.breaks if b.over_step is not None]
@@ -431,7 +433,9 @@ class Analyzer:
                 facts["reinitialised"] = again
         if verdict == "nonfinite":
             facts["not_finite"] = f"not finite from step {course.nonfinite_step or self._step} on"
-        if verdict == "collapse" and not any(a.statistic == "collapse" for a in self.alarms):
+        if verdict == "collapse" and not any(
+            a.statistic == "collapse" and a.signal != "eval_loss" for a in self.alarms
+        ):
             facts["never_learned"] = f"{course.start:.4g} at the start, {course.present:.4g} at the end"
         lead = [i for i in focus if blowup is not None and self._points[i] < blowup[1] - 5]
         if blowup is not None and not lead and verdict in ("diverged", "loss_spike"):

@@ -12,7 +12,6 @@ is there.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from resilient.checkpoint.files import read_json
 from resilient.errors import ExitCode, ResilientError
 from resilient.logs.follow import LineFollower
-from resilient.logs.open import line_parser, open_log
+from resilient.logs.open import line_parser, newest_state, open_log
 from resilient.logs.records import StepsParser
 from resilient.logs.rows import LineParser, Remarks, Row
 
@@ -84,8 +83,8 @@ def _open_folder(path: Path, patient: bool) -> Source | None:
         return RunSource(path, patient=patient)
     if next(path.rglob("*tfevents*"), None) is not None:
         return EventSource(path)
-    if _newest_state(path) is not None:
-        return DocumentSource(path, _newest_state)
+    if newest_state(path) is not None:
+        return DocumentSource(path, newest_state)
     return None
 
 
@@ -94,19 +93,6 @@ def _is_document(path: Path) -> bool:
     with open(path, "rb") as file:
         start = file.read(4096).lstrip()
     return start.partition(b"\n")[0].strip() in (b"{", b"[")
-
-
-def _newest_state(folder: Path) -> Path | None:
-    """The trainer_state.json of the newest checkpoint in the output folder of a Hugging Face Trainer."""
-    own = folder / "trainer_state.json"
-    if own.exists():  # written at the end, with everything
-        return own
-    numbered = []
-    for state in folder.glob("checkpoint-*/trainer_state.json"):
-        number = re.fullmatch(r"checkpoint-(\d+)", state.parent.name)
-        if number:
-            numbered.append((int(number[1]), state))
-    return max(numbered)[1] if numbered else None
 
 
 class TextSource:

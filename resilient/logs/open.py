@@ -203,7 +203,7 @@ def _folder(path: Path, format: str | None) -> tuple[Remarks, Iterator[Row]]:
             raise UnreadableLog(f"{path}: a run in which no step has been logged yet; try again later")
         return _text(steps, "steps")
     events, note = _event_files(path)
-    state = _newest_state(path)
+    state = newest_state(path)
     if events and format in (None, "tensorboard"):
         remarks = Remarks(notes=[note] if note else [])
         return remarks, event_rows(events, remarks)
@@ -243,7 +243,7 @@ def _event_files(path: Path) -> tuple[list[Path], str]:
     return sorted(chosen.glob("*tfevents*")), note
 
 
-def _newest_state(path: Path) -> Path | None:
+def newest_state(path: Path) -> Path | None:
     """The trainer_state.json of a Trainer's output folder or of its newest checkpoint."""
     if (path / "trainer_state.json").is_file():
         return path / "trainer_state.json"

@@ -24,7 +24,7 @@ def write_csv(path: Path, loss: Any, norm: Any) -> Path:
 
 @pytest.fixture
 def healthy(tmp_path: Path) -> Path:
-    return write_csv(tmp_path / "healthy.csv", falling(400, start=2.4), norms(400))
+    return write_csv(tmp_path / "healthy.csv", falling(400), norms(400))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_our_own_log_is_read_with_its_attempts(tmp_path: Path, capsys: pytest.Ca
         }
         lines.append({**line, "lr": 1e-3, "loss_scale": 1.0, **({} if loss is not None else {"nonfinite": ["loss"]})})
 
-    loss = falling(200, start=2.4)
+    loss = falling(200)
     for step in range(1, 121):
         attempt_step(step, float(loss[step]))
     attempt_step(121, None, applied=False)

@@ -375,7 +375,7 @@ def test_s20_a_cut_that_helped_briefly_points_to_the_data() -> None:
 
 
 def test_t8_clipping_on_every_step_is_noted() -> None:
-    found = look(rows(falling(300, start=2.4), 5.0 * norms(300)))
+    found = look(rows(falling(300), 5.0 * norms(300)))
     assert symptoms(found) == ["every_step_clips"] and found.exit_code == 0
 
 
@@ -429,7 +429,7 @@ def test_s4_a_loss_scale_that_keeps_falling() -> None:
 
 
 def test_a_healthy_run_has_no_cause() -> None:
-    found = look(rows(falling(600, start=2.4), norms(600), lr=warm_up(600, until=60)))
+    found = look(rows(falling(600), norms(600), lr=warm_up(600, until=60)))
     assert found.causes == () and found.exit_code == 0 and found.onset_step is None
 
 
