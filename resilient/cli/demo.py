@@ -98,7 +98,7 @@ def _train(out: Path, name: str, overrides: list[str], console: Console) -> int:
         try:
             for line in process.stdout:
                 log.write(line)
-                if line.startswith(("step ", "! ", "evaluation at", "resilient:", "run ")):
+                if line.startswith(("step ", "! ", "~ ", "evaluation at", "resilient:", "run ")):
                     console.print("  " + line.rstrip())
                 if time.monotonic() > deadline:
                     raise ConfigError(f"{name} did not finish in {_DEADLINE_S:.0f} s; see {log.name}")
