@@ -1,6 +1,6 @@
 """Several layers losing control together, and the layer where it began (S3).
 
-Works on the findings of the series over `grad_norm/<layer>` (and `update_norm/<layer>`): one layer that is odd is watched;
+Works on the findings of the series over `grad_norm/<layer>`: one layer that is odd is watched;
 many within a short while, with a first one, are a finding of their own. Loss spikes start localised in single tensors
 before the global norm shows them (OLMo issue 266, GLM-130B's embedding layer).
 """
@@ -23,7 +23,7 @@ class Layers:
     name = "layers"
 
     def __init__(self) -> None:
-        self._all: dict[str, int] = {}  # layer signal -> observation at which it was last seen
+        self._all: set[str] = set()  # layer signals
         self._odd: dict[str, tuple[int, int]] = {}  # layer signal -> (last odd observation, onset step)
         self._seen = 0
 
@@ -64,13 +64,13 @@ class Layers:
         self._odd = self._now(findings)
         self._seen += 1
         if not self._all or self._seen % 64 == 1:
-            self._all.update({name: self._seen for name in observation.values if _is_layer(name)})
+            self._all.update(name for name in observation.values if _is_layer(name))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"all": dict(self._all), "odd": {k: list(v) for k, v in self._odd.items()}, "seen": self._seen}
+        return {"all": sorted(self._all), "odd": {k: list(v) for k, v in self._odd.items()}, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._all, self._seen = dict(state["all"]), int(state["seen"])
+        self._all, self._seen = set(state["all"]), int(state["seen"])
         self._odd = {k: (int(v[0]), int(v[1])) for k, v in state["odd"].items()}
 
 

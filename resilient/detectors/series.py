@@ -88,6 +88,8 @@ class Series:
         self._specs: list[Spec] = []
         self._keys: tuple[str, ...] = ()  # names of the last observation, and where its values go
         self._places: tuple[np.ndarray, np.ndarray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._strangers: list[str] = []  # names that are not known yet
+        self._unusable = False  # the last observation had a value that could not be judged
         self._last: _Judged | None = None
         self._allocate([], [])
 
@@ -115,8 +117,8 @@ class Series:
     def growth(self, signal: str, statistic: str) -> tuple[np.ndarray, np.ndarray, float] | None:
         """What grows behind a finding: (age in points before now, excess over the reference, excess that is a blow-up).
 
-        `scale`: step-to-step differences in blocks of 8 against their reference, which it can show up to 4 times as wide: 3.8 times counts as blown up. Other statistics: the
-        last 32 values against the running level, up to 10 times it; for a loss 1.25 times."""
+        `scale`: step-to-step differences in blocks of 8 against their reference; they are clipped at 4 times it, so 3.8 times
+        counts as blown up. Other statistics: the last 32 values against those before; blown up is 10 times, a loss 1.25."""
         rows = self._rows.get(signal, ())
         if not rows:
             return None
@@ -154,18 +156,21 @@ class Series:
         keys = tuple(observation.values)
         if keys != self._keys:
             self._keys = keys
+            self._strangers = [key for key in keys if key not in self._rows]
             pairs = sorted((row, i) for i, key in enumerate(keys) for row in self._rows.get(key, ()))
             self._places = (
                 np.array([row for row, _ in pairs], dtype=np.int64),
                 np.array([i for _, i in pairs], dtype=np.int64),
             )
         rows, places = self._places
+        self._unusable = False
         if not len(rows):
             return rows, np.zeros(0)
         values = np.fromiter(observation.values.values(), np.float64, len(keys))[places]
         plain = self.linear[rows]
         good = np.isfinite(values) & (plain | (values > 0))
         if not good.all():
+            self._unusable = True
             rows, values, plain = rows[good], values[good], plain[good]
         if plain.any():
             values = np.where(plain, np.clip(values, -_HUGE, _HUGE), np.log(np.where(plain, 1.0, values)))
@@ -268,11 +273,7 @@ class Series:
 
     def _coarse(self, row: int) -> bool:
         """One logged point stands for several steps, so that a single odd point is more than one odd batch."""
-        return bool(
-            self._specs[row].refuse is not None
-            and self._names[row] == "loss"
-            and self.sparse[row] >= _INTERVAL_KNOWN // 2
-        )
+        return self._specs[row] is LOSS and bool(self.sparse[row] >= _INTERVAL_KNOWN // 2)
 
     # -- learning -----------------------------------------------------------------------------------------------
 
@@ -281,10 +282,11 @@ class Series:
         if judged is not None:
             self._learn(judged, applied)
         self._last = None
-        unknown = [name for name in observation.values if name not in self._rows]
-        if unknown:
-            self._meet(unknown, observation)
-        self._mind_signs(observation)
+        strangers, self._strangers = self._strangers, []
+        if strangers:
+            self._meet(strangers)
+        if strangers or self._unusable:
+            self._mind_signs(observation)
 
     def _learn(self, judged: _Judged, applied: bool) -> None:
         look, rows = judged.look, judged.look.rows
@@ -356,7 +358,7 @@ class Series:
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, names: Sequence[str], observation: Observation) -> None:
+    def _meet(self, names: Sequence[str]) -> None:
         """Give rows to signals seen for the first time."""
         new: list[tuple[str, Spec, float]] = []
         for name in names:
@@ -385,9 +387,7 @@ class Series:
         self.odd = np.zeros(n, dtype=np.int64)
         self.cool = np.zeros(n, dtype=np.int64)
         self.held = np.zeros(n, dtype=np.int64)
-        self.sparse = np.full(
-            n, -1, dtype=np.int64
-        )  # of 15 gaps between points, those longer than a step; -1: not known
+        self.sparse = np.full(n, -1, dtype=np.int64)
         self.nonpositive = np.zeros(n, dtype=np.int64)
         self.steps = np.full((n, _HISTORY), -1, dtype=np.int64)
         self.scores = np.zeros((n, _HISTORY))
@@ -409,9 +409,8 @@ class Series:
             self._rates,
             _SHARES,
         )
-        for row in range(known):
-            for key, array in old_rows.items():
-                getattr(self, key)[row] = array[row]
+        for key, array in old_rows.items():
+            getattr(self, key)[: len(array)] = array
         if known:
             assert old_statistics is not None and old_tail is not None
             for mine, theirs in ((self._statistics, old_statistics), (self._tail, old_tail)):

@@ -246,13 +246,14 @@ class Statistics:
         if filling.any():
             step = np.abs(self.last - self.before_last)
             first = 1.0 / np.minimum(np.maximum(self.points - 1.0, 1.0), 32.0)
-            self.difference_mean += filling * first * (np.minimum(step, 4.0 * self._unit(3.0)) - self.difference_mean)
+            self.difference_mean += (
+                filling
+                * first
+                * (np.minimum(step, 12.0 * np.maximum(self.difference_mean, 0.3 * self.floors)) - self.difference_mean)
+            )
         self.reference_points += np.where(
             filled, count, np.minimum(self.points - 1, _DIFFERENCES) - self.reference_points
         ).astype(np.int64)
-
-    def _unit(self, times: float = 1.0) -> np.ndarray:
-        return times * np.maximum(self.difference_mean, 0.3 * self.floors)
 
     def _derive(self) -> None:
         sigma = np.minimum(self.sigma, 1.4 * self.fast_sigma)
