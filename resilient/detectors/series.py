@@ -28,6 +28,7 @@ from resilient.detectors.statistics import (
     TREND,
     Look,
     Statistics,
+    Windows,
 )
 from resilient.detectors.tail import Tail
 from resilient.signals import Finding, Observation, Severity
@@ -62,7 +63,8 @@ class Series:
     """All signals of a run or a log, judged over time. See the module."""
 
     name = "series"
-    ROW_ARRAYS = ("sign", "linear", "odd", "cool", "held", "sparse", "nonpositive", "steps", "scores")
+    _ROW_ARRAYS = ("sign", "linear", "odd", "cool", "held", "sparse", "nonpositive")
+    _ROW_WINDOWS = ("steps", "scores")
 
     sign: np.ndarray  # (rows,) +1 or -1: up is bad after multiplying
     linear: np.ndarray  # (rows,) judged as it is instead of its logarithm
@@ -71,14 +73,16 @@ class Series:
     held: np.ndarray  # (rows,) points in a row, more or less, at which alarms froze the references
     sparse: np.ndarray  # (rows,) of 15 gaps between points, those longer than a step; -1: not known yet
     nonpositive: np.ndarray  # (rows,) values without a logarithm so far
-    steps: np.ndarray  # (rows, 128) of the last values, oldest first
-    scores: np.ndarray  # (rows, 128) `point` at those steps
+    steps: Windows  # (rows, 128) of the last values
+    scores: Windows  # (rows, 128) `point` at those steps
     _statistics: Statistics
     _tail: Tail
     _inverse: np.ndarray  # (rows, COUNT) 1 / warn threshold; 0 where a statistic does not speak yet
     _watch_from: float  # below this share of its warn threshold nothing is worth watching
     _trouble: bool  # some row is odd or cooling down
     _settled: bool  # the logging interval of all rows is known
+    _mirrored: bool  # some sign is -1
+    _any_linear: bool
 
     def __init__(self, config: SeriesConfig, targets: Targets) -> None:
         self.config = config
@@ -107,12 +111,13 @@ class Series:
         judged = self._judge(observation)
         if judged is None or judged.largest <= 0.5:
             return []
-        best = judged.ratios.argmax(axis=1)
-        return [
-            (name, STATISTICS[best[i]], float(judged.ratios[i, best[i]]))
-            for i, name in enumerate(judged.names)
-            if judged.ratios[i, best[i]] > 0.5
-        ]
+        flat = judged.ratios.ravel()
+        best: dict[int, int] = {}  # row -> where its largest ratio is
+        for place in np.flatnonzero(flat > 0.5).tolist():
+            row = place // COUNT
+            if row not in best or flat[place] > flat[best[row]]:
+                best[row] = place
+        return [(judged.names[row], STATISTICS[place % COUNT], float(flat[place])) for row, place in best.items()]
 
     def growth(self, signal: str, statistic: str) -> tuple[np.ndarray, np.ndarray, float] | None:
         """What grows behind a finding: (age in points before now, excess over the reference, excess that is a blow-up).
@@ -124,10 +129,10 @@ class Series:
             return None
         row = rows[0]
         if statistic == STATISTICS[SCALE]:
-            blocks = self._statistics.ratios[row].reshape(-1, 8).mean(axis=1)
+            blocks = self._statistics.ratios.now[row].reshape(-1, 8).mean(axis=1)
             return np.arange(len(blocks) - 1, -1, -1) * 8 + 3.5, blocks - 1.0, 2.8
-        recent = self._statistics.recent[row, -32:]
-        began = np.median(self._statistics.window[row][:64])
+        recent = self._statistics.recent.now[row, -32:]
+        began = np.median(self._statistics.window.now[row][:64])
         excess = recent - began if self.linear[row] else np.expm1(np.minimum(recent - began, 50.0))
         if self.linear[row]:
             excess = excess / max(abs(float(began)), 1e-12)
@@ -142,9 +147,10 @@ class Series:
             return None
         first, end = int(rows[0]), int(rows[-1]) + 1
         selected: Any = slice(first, end) if end - first == len(rows) else rows  # a slice is a view, indices copy
-        look = self._statistics.look(selected, values)
-        ratios = look.scores * self._inverse[selected]
-        names = self._names[first:end] if isinstance(selected, slice) else [self._names[r] for r in rows]
+        everyone = len(rows) == len(self._names)
+        look = self._statistics.look(selected, values, everyone)
+        ratios = look.scores * (self._inverse if everyone else self._inverse[selected])
+        names = self._names if everyone else [self._names[r] for r in rows]
         self._last = _Judged(observation, look, ratios, float(ratios.max()), names)
         return self._last
 
@@ -167,6 +173,11 @@ class Series:
         if not len(rows):
             return rows, np.zeros(0)
         values = np.fromiter(observation.values.values(), np.float64, len(keys))[places]
+        if not self._any_linear:
+            with np.errstate(all="ignore"):
+                logs = np.log(values)
+            if math.isfinite(logs @ logs):  # the usual case: all values are positive and finite
+                return rows, self.sign[rows] * logs if self._mirrored else logs
         plain = self.linear[rows]
         good = np.isfinite(values) & (plain | (values > 0))
         if not good.all():
@@ -248,17 +259,17 @@ class Series:
     def _onset(self, row: int, statistic: int, step: int, point: float) -> tuple[int, float]:
         """First step that was off, and how sure that is. A jump is seen at once: the run of odd points this one ends. A slow
         change is dated by where the CUSUM of the recent scores (or differences) last left zero (Page 1954)."""
-        steps = [*self.steps[row].tolist(), step]
+        steps = [*self.steps.now[row].tolist(), step]
         if statistic in (POINT, CONFIRMED):
             first = len(steps) - 1
-            while first > 0 and self.scores[row, first - 1] > _RUN:
+            while first > 0 and self.scores.now[row, first - 1] > _RUN:
                 first -= 1
             return int(steps[first]), 0.95 if point > self.config.suspect else 0.8
         if statistic == SCALE:
-            excess = (self._statistics.ratios[row] - 1.25).tolist()
+            excess = (self._statistics.ratios.now[row] - 1.25).tolist()
             steps = steps[-len(excess) - 1 :]
         else:
-            excess = (np.clip(self.scores[row], -2.0, 4.0) - 0.5).tolist()
+            excess = (np.clip(self.scores.now[row], -2.0, 4.0) - 0.5).tolist()
         total, first = 0.0, len(excess)
         for i, more in enumerate(excess):
             if total <= 0.0:
@@ -296,16 +307,16 @@ class Series:
         else:
             calm, healthy = self._sort_out(judged, applied)
         self._tail.add(rows, healthy, look.scores)
-        for ring, value in ((self.scores, point), (self.steps, judged.observation.step)):
-            ring[rows, :-1] = ring[rows, 1:]
-            ring[rows, -1] = value
+        self.scores.push(rows, point, look.everyone)
+        self.steps.push(rows, judged.observation.step, look.everyone)
         self._statistics.learn(look, calm)
         if self._statistics.kept[0] == 0:  # the references have moved
-            if self._tail.flush():
+            moved = self._tail.flush()
+            if not self._settled:
+                moved |= self._count_interval()
+            if moved:
                 self._watch_from = self._tail.watch_from
             np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
-            if not self._settled:
-                self._count_interval()
         if self._trouble:
             for row in np.flatnonzero(self.odd >= self.config.accept_after):
                 self._statistics.rebase(int(row))
@@ -337,14 +348,16 @@ class Series:
             self._tail.forget_recent(alarmed)
         return calm, (cool == 0) & (calm | ((lone & (~alarming | lesson)) & applied))
 
-    def _count_interval(self) -> None:
-        """Whether a signal is logged every step is known after a few points; the prior of `point` follows."""
-        points = self._statistics.points
-        for row in np.flatnonzero((points >= _INTERVAL_KNOWN) & (self.sparse < 0)):
-            gaps = np.diff(self.steps[row, -_INTERVAL_KNOWN:])
+    def _count_interval(self) -> bool:
+        """Whether a signal is logged every step is known after a few points; the prior of `point` follows. True if a
+        threshold may have moved."""
+        known = np.flatnonzero((self._statistics.points >= _INTERVAL_KNOWN) & (self.sparse < 0))
+        for row in known:
+            gaps = np.diff(self.steps.now[row, -_INTERVAL_KNOWN:])
             self.sparse[row] = int((gaps > 1).sum())
             self._set_prior(int(row))
         self._settled = bool((self.sparse >= 0).all())
+        return bool(len(known))
 
     def _mind_signs(self, observation: Observation) -> None:
         """A signal that keeps being zero or negative has no logarithm: judge it as it is, from now on."""
@@ -377,7 +390,7 @@ class Series:
     def _allocate(self, names: list[str], signs: list[float]) -> None:
         """Room for these rows; what is known of the first ones is kept."""
         known = len(self._names)
-        old_rows = {key: getattr(self, key) for key in self.ROW_ARRAYS} if known else {}
+        old_rows = self._row_arrays() if known else {}
         old_statistics, old_tail = (self._statistics, self._tail) if known else (None, None)
         n = len(names)
         self._names = list(names)
@@ -389,8 +402,8 @@ class Series:
         self.held = np.zeros(n, dtype=np.int64)
         self.sparse = np.full(n, -1, dtype=np.int64)
         self.nonpositive = np.zeros(n, dtype=np.int64)
-        self.steps = np.full((n, _HISTORY), -1, dtype=np.int64)
-        self.scores = np.zeros((n, _HISTORY))
+        self.steps = Windows(n, _HISTORY, -1, np.int64)
+        self.scores = Windows(n, _HISTORY)
         self._trouble = False
         self._settled = False
         c = self.config
@@ -409,14 +422,18 @@ class Series:
             self._rates,
             _SHARES,
         )
+        mine = self._row_arrays()
         for key, array in old_rows.items():
-            getattr(self, key)[: len(array)] = array
+            mine[key][: len(array)] = array
         if known:
             assert old_statistics is not None and old_tail is not None
-            for mine, theirs in ((self._statistics, old_statistics), (self._tail, old_tail)):
-                for key in mine.ARRAYS:
-                    array = getattr(theirs, key)
-                    getattr(mine, key)[: len(array)] = array
+            for new, old in (
+                (self._statistics.arrays(), old_statistics.arrays()),
+                (self._tail.arrays(), old_tail.arrays()),
+            ):
+                for key, array in old.items():
+                    new[key][: len(array)] = array
+            self._statistics.changed()
             self._trouble = True
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(names):
@@ -427,7 +444,7 @@ class Series:
             self._set_prior(row)
         self._inverse = self._statistics.speaks / self._tail.thresholds[:, :, 1] if n else np.zeros((0, COUNT))
         self._watch_from = self._tail.watch_from
-        self._keys = ()
+        self._note_scales()
 
     def _set_prior(self, row: int) -> None:
         """Smallest thresholds of a row, and the prior of `point` that fits its logging interval."""
@@ -443,18 +460,26 @@ class Series:
         if coarse:
             self._tail.prior_mean[row, POINT], self._tail.prior_std[row, POINT] = math.log(3.0), 0.2
             self._tail.lowest[row, POINT] = 3.0
-        self._tail.refresh(row)
+        self._tail.refresh(np.array([row]))
+
+    def _note_scales(self) -> None:
+        """Signs and scales of the rows may have changed."""
+        self._keys = ()
+        self._mirrored, self._any_linear = bool((self.sign < 0).any()), bool(self.linear.any())
 
     def _restart_row(self, row: int) -> None:
         """Begin this row anew on the plain scale."""
         fresh = Statistics(np.array([1e-12]), self.config.start, self.config.trend_after, self.config.scale_after)
-        for key in fresh.ARRAYS:
+        mine = self._statistics.arrays()
+        for key, array in fresh.arrays().items():
             if key != "kept":
-                getattr(self._statistics, key)[row] = getattr(fresh, key)[0]
+                mine[key][row] = array[0]
+        self._statistics.changed()
         self.linear[row] = True
         self.odd[row] = self.cool[row] = 0
-        self.steps[row], self.scores[row] = -1, 0.0
+        self.steps.now[row], self.scores.now[row] = -1, 0.0
         self._inverse[row] = 0.0
+        self._note_scales()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -462,21 +487,33 @@ class Series:
         return {
             "names": list(self._names),
             "unjudged": [name for name, rows in self._rows.items() if not rows],
-            "rows": {key: getattr(self, key).copy() for key in self.ROW_ARRAYS},
-            "statistics": {key: getattr(self._statistics, key).copy() for key in Statistics.ARRAYS},
-            "tail": {key: getattr(self._tail, key).copy() for key in Tail.ARRAYS},
+            "rows": _copies(self._row_arrays()),
+            "statistics": _copies(self._statistics.arrays()),
+            "tail": _copies(self._tail.arrays()),
         }
+
+    def _row_arrays(self) -> dict[str, np.ndarray]:
+        """What this class keeps of each row, by name, as live views."""
+        windows = {name: getattr(self, name).now for name in self._ROW_WINDOWS}
+        return {**{name: getattr(self, name) for name in self._ROW_ARRAYS}, **windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._names, self._rows = [], {name: () for name in state["unjudged"]}
         self._allocate(list(state["names"]), np.asarray(state["rows"]["sign"]).tolist())
-        for target, key in ((self, "rows"), (self._statistics, "statistics"), (self._tail, "tail")):
-            for name, array in state[key].items():
-                getattr(target, name)[...] = np.asarray(array)
+        parts = {"rows": self._row_arrays(), "statistics": self._statistics.arrays(), "tail": self._tail.arrays()}
+        for part, arrays in parts.items():
+            for name, array in arrays.items():
+                array[...] = np.asarray(state[part][name])
+        self._statistics.changed()
+        self._note_scales()
         np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
         self._watch_from = self._tail.watch_from
         self._trouble, self._settled = True, False
         self._last = None
+
+
+def _copies(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in arrays.items()}
 
 
 def _words(name: str, statistic: int, value: float, reference: float, score: float) -> str:

@@ -12,7 +12,8 @@ points, clipped around the running level so that no single point carries them, a
 history, which takes autocorrelation into account. Nothing that is off enters a reference, and what enters `scale`'s
 reference is at least 96 points old: a slow ramp cannot hide in it.
 
-Made to cost little: what only the references need is kept for 16 steps and taken in at once.
+Made to cost little, since every step waits for it: what only the references need is kept for 16 steps and taken in at
+once; a new value costs a column, not a shift of its window (`Windows`); what does not apply any more (youth) is a flag.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _EARLY = 25
 _LAG = 4  # batches
 _BATCH = 16  # steps after which the references take in what was kept
 _RECENT = 64
-_MIDDLE = (_MEDIAN // 2 - 1, _MEDIAN // 2)
+_SLACK = 64  # columns to go before a window is moved back to the front of its array
 
 
 def _window_weights() -> np.ndarray:
@@ -65,11 +66,40 @@ _RECENCY = np.linspace(0.1, 1.0, _DIFFERENCES) / np.linspace(0.1, 1.0, _DIFFEREN
 _RECENCY_BEFORE = np.concatenate([[0.0], _RECENCY[:-1]])  # shifted likewise
 
 
+class Windows:
+    """The last `width` values of each row, oldest first, as `now` (rows, width).
+
+    When all rows get a value, it goes into the next column of a wider array, of which `now` is a view that moves along;
+    rows that get one alone are shifted in place."""
+
+    def __init__(self, rows: int, width: int, empty: float = 0.0, dtype: type = np.float64) -> None:
+        self._data = np.full((rows, width + _SLACK), empty, dtype=dtype)
+        self._width = width
+        self._move(width)
+
+    def _move(self, end: int) -> None:
+        self._end = end
+        self.now = self._data[:, end - self._width : end]
+
+    def push(self, rows: Any, values: np.ndarray | float, everyone: bool) -> None:
+        """Append values (n,) to `rows`; everyone: to all rows, in order."""
+        if not everyone:
+            self.now[rows, :-1] = self.now[rows, 1:]
+            self.now[rows, -1] = values
+            return
+        if self._end == self._data.shape[1]:
+            self._data[:, : self._width] = self.now
+            self._move(self._width)
+        self._data[:, self._end] = values
+        self._move(self._end + 1)
+
+
 @dataclass
 class Look:
     """One step of some rows against their past; made by `Statistics.look`, consumed by `Statistics.learn`."""
 
     rows: Any  # a slice where the rows are contiguous, else indices
+    everyone: bool  # all rows
     y: np.ndarray  # (n,) signed (log) values
     level: np.ndarray  # (n,) running level expected for this step
     scores: np.ndarray  # (n, COUNT); 0 where a statistic does not speak yet
@@ -84,10 +114,11 @@ class Statistics:
 
     speaks: (rows, COUNT) 1.0 where a statistic has points enough to be used, else 0.0."""
 
-    ARRAYS = (
-        "floors", "points", "accepted", "window", "recent", "ratios", "last", "before_last", "level_1", "level_2", "sigma",
-        "fast_sigma", "centre", "spread", "difference_mean", "reference_points", "speaks", "sigma_now", "centre_now",
-        "spread_now", "unit_now", "mature", "kept_size", "kept_linear", "kept_ratio", "kept_calm", "kept", "waiting", "waiting_calm",
+    _WINDOWS = ("accepted", "window", "recent", "ratios")
+    _ARRAYS = (
+        "floors", "points", "level_1", "level_2", "sigma", "fast_sigma", "centre", "spread", "difference_mean",
+        "reference_points", "speaks", "sigma_now", "centre_now", "spread_now", "unit_now", "mature", "kept_residual",
+        "kept_linear", "kept_ratio", "kept_calm", "kept", "waiting", "waiting_calm",
     )  # fmt: skip
 
     def __init__(self, floors: np.ndarray, start: int, trend_after: int, scale_after: int) -> None:
@@ -95,11 +126,10 @@ class Statistics:
         self.floors = floors
         self.start, self.trend_after, self.scale_after = start, trend_after, scale_after
         self.points = np.zeros(n, dtype=np.int64)
-        self.accepted = np.zeros((n, _MEDIAN))  # accepted values, oldest first
-        self.window = np.zeros((n, _WINDOW))  # clipped values, oldest first
-        self.recent = np.zeros((n, _RECENT))  # values as they came, oldest first
-        self.ratios = np.zeros((n, _DIFFERENCES))  # of step-to-step differences to their reference mean
-        self.last, self.before_last = np.zeros(n), np.zeros(n)
+        self.accepted = Windows(n, _MEDIAN)  # accepted values
+        self.window = Windows(n, _WINDOW)  # clipped values
+        self.recent = Windows(n, _RECENT)  # values as they came
+        self.ratios = Windows(n, _DIFFERENCES)  # of step-to-step differences to their reference mean
         self.level_1, self.level_2 = np.zeros(n), np.zeros(n)  # running level one and two steps ago
         self.sigma, self.fast_sigma = np.zeros(n), np.zeros(n)  # memory of 128 and 24 points
         self.centre, self.spread = np.zeros((n, 3)), np.ones((n, 3))  # of the linear statistics in healthy times
@@ -111,7 +141,7 @@ class Statistics:
         self.centre_now, self.spread_now = np.zeros((n, 3)), np.ones((n, 3))
         self.mature = np.zeros(n)  # 1 from where on the window's slope is no longer that of the steep start
         # What the references have not taken in yet.
-        self.kept_size = np.zeros((n, _BATCH))  # |residual| as a sigma
+        self.kept_residual = np.zeros((n, _BATCH))
         self.kept_linear = np.zeros((n, _BATCH, 3))
         self.kept_ratio = np.zeros((n, _BATCH))
         self.kept_calm = np.zeros((n, _BATCH))
@@ -120,67 +150,100 @@ class Statistics:
         # detector to expect it before it has been seen.
         self.waiting = np.zeros((n, _LAG, _BATCH, 3))
         self.waiting_calm = np.zeros((n, _LAG, _BATCH))
+        self.changed()
 
-    def look(self, rows: Any, y: np.ndarray) -> Look:
-        """Judge the values y (n,) of `rows` against the past."""
-        points = self.points[rows]
-        if not points.all():
-            self._first(rows, y, points)
-        last, before, sigma = self.last[rows], self.before_last[rows], self.sigma_now[rows]
-        fixed = self.window[rows] @ _WEIGHTS
-        middle = np.partition(self.accepted[rows], _MIDDLE, axis=1)
-        bias = np.minimum(fixed[:, 0], 0.0) * self.mature[rows]
-        level = 0.5 * (middle[:, _MIDDLE[0]] + middle[:, _MIDDLE[1]])
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The whole state by name, as live views: (rows, ...) each, except `kept`."""
+        found = {name: getattr(self, name).now for name in self._WINDOWS}
+        return {**found, **{name: getattr(self, name) for name in self._ARRAYS}}
+
+    def changed(self) -> None:
+        """Arrays were written from outside: forget what was concluded from them."""
+        self._unmet = self._young = True  # some row has no value yet; some row takes in step by step
+        self._all_mature, self._all_speak = bool(self.mature.all()), bool(self.speaks.all())
+
+    def look(self, rows: Any, y: np.ndarray, everyone: bool) -> Look:
+        """Judge the values y (n,) of `rows` against the past. everyone: these are all rows, in order."""
+        if self._unmet:
+            self._meet(rows, y)
+        recent, window, accepted, ratios = self.recent.now, self.window.now, self.accepted.now, self.ratios.now
+        sigma, level_2, unit = self.sigma_now, self.level_2, self.unit_now
+        centre, spread, mature, speaks = self.centre_now, self.spread_now, self.mature, self.speaks
+        if not everyone:
+            recent, window, accepted, ratios = recent[rows], window[rows], accepted[rows], ratios[rows]
+            sigma, level_2, unit = sigma[rows], level_2[rows], unit[rows]
+            centre, spread, mature, speaks = centre[rows], spread[rows], mature[rows], speaks[rows]
+        last, before = recent[:, -1], recent[:, -2]
+        fixed = window @ _WEIGHTS
+        ordered = np.sort(accepted, axis=1)  # 16 values: faster than a selection
+        bias = np.minimum(fixed[:, 0], 0.0)
+        if not self._all_mature:
+            bias *= mature
+        level = ordered[:, _MEDIAN // 2 - 1] + ordered[:, _MEDIAN // 2]
+        level *= 0.5
         expected = level + bias
         residual = y - expected
         scores = np.empty((len(y), COUNT))
-        scores[:, POINT] = residual / sigma
+        np.divide(residual, sigma, out=scores[:, POINT])
         middle_of_three = np.maximum(np.minimum(y, last), np.minimum(np.maximum(y, last), before))
-        scores[:, CONFIRMED] = (middle_of_three - self.level_2[rows] - bias) / sigma
+        middle_of_three -= level_2
+        middle_of_three -= bias
+        np.divide(middle_of_three, sigma, out=scores[:, CONFIRMED])
         reach = _CLIP * sigma
         clipped = np.minimum(np.maximum(y, level - reach), level + reach)
-        linear = (fixed[:, 1:] + clipped[:, None] * _NEWEST) / sigma[:, None]
-        scores[:, LINEAR] = (linear - self.centre_now[rows]) / self.spread_now[rows]
-        ratio = np.minimum(np.abs(y - last) / self.unit_now[rows], _CLIP_DIFFERENCE)
-        scores[:, SCALE] = self.ratios[rows] @ _RECENCY_BEFORE + ratio * _RECENCY[-1] - 1.0
-        scores *= self.speaks[rows]
-        return Look(rows, y, expected, scores, clipped, linear, residual, ratio)
+        linear = clipped[:, None] * _NEWEST
+        linear += fixed[:, 1:]
+        linear /= sigma[:, None]
+        slow = linear - centre
+        np.divide(slow, spread, out=scores[:, LINEAR])
+        ratio = np.abs(y - last)
+        ratio /= unit
+        np.minimum(ratio, _CLIP_DIFFERENCE, out=ratio)
+        np.add(ratios @ _RECENCY_BEFORE, ratio * _RECENCY[-1] - 1.0, out=scores[:, SCALE])
+        if not self._all_speak:
+            scores *= speaks
+        return Look(rows, everyone, y, expected, scores, clipped, linear, residual, ratio)
 
-    def _first(self, rows: Any, y: np.ndarray, points: np.ndarray) -> None:
+    def _meet(self, rows: Any, y: np.ndarray) -> None:
         """Rows without a past take their first value for it."""
-        new = np.arange(len(self.points))[rows][points == 0]
-        value = y[points == 0]
-        for window in (self.accepted, self.window, self.recent):
-            window[new] = value[:, None]
-        for array in (self.last, self.before_last, self.level_1, self.level_2):
-            array[new] = value
+        new = self.points[rows] == 0
+        met = np.arange(len(self.points))[rows][new]
+        for windows in (self.accepted, self.window, self.recent):
+            windows.now[met] = y[new, None]
+        self.level_1[met] = self.level_2[met] = y[new]
 
     def learn(self, look: Look, calm: np.ndarray | None) -> None:
         """Take a step in. calm (n,) bool, None for all: the value may enter the references; every value enters the short
         windows."""
-        rows, y = look.rows, look.y
-        _push(self.window, rows, look.clipped)
-        _push(self.recent, rows, y)
-        self.before_last[rows] = self.last[rows]
-        self.last[rows] = y
-        self.level_2[rows] = self.level_1[rows]
-        self.level_1[rows] = look.level
+        rows, everyone, y = look.rows, look.everyone, look.y
         slot = int(self.kept[0])
-        self.kept_size[rows, slot] = np.abs(look.residual)
+        self.kept_residual[rows, slot] = look.residual
         self.kept_linear[rows, slot] = look.linear
-        self.kept_ratio[rows, slot] = self.ratios[rows, 0]  # the difference that leaves the window
-        _push(self.ratios, rows, look.ratio)
+        self.kept_ratio[rows, slot] = self.ratios.now[rows, 0]  # the difference that leaves the window
+        self.window.push(rows, look.clipped, everyone)
+        self.recent.push(rows, y, everyone)
+        self.ratios.push(rows, look.ratio, everyone)
+        if everyone:
+            self.level_2, self.level_1 = self.level_1, look.level
+        else:
+            self.level_2[rows] = self.level_1[rows]
+            self.level_1[rows] = look.level
         if calm is None:
-            _push(self.accepted, rows, y)
+            self.accepted.push(rows, y, everyone)
             self.kept_calm[rows, slot] = 1.0
         else:
-            kept = np.arange(len(self.points))[rows][calm]
-            _push(self.accepted, kept, y[calm])
+            self.accepted.push(np.arange(len(self.points))[rows][calm], y[calm], False)
             self.kept_calm[rows, slot] = calm
         self.points[rows] += 1
-        self.kept[0] += 1
-        if self.kept[0] == _BATCH or self.points[rows].min() <= self.trend_after:
+        self.kept[0] = slot + 1
+        if slot + 1 == _BATCH or (self._young and self._take_in_now(rows)):
             self._take_in()
+
+    def _take_in_now(self, rows: Any) -> bool:
+        """One of these rows is young: its references move with every step."""
+        self._unmet = not self.points.all()
+        self._young = bool((self.points <= self.trend_after).any())
+        return bool((self.points[rows] <= self.trend_after).any())
 
     def _take_in(self) -> None:
         """The kept steps enter the references of the rows they belong to; what `look` uses is derived anew."""
@@ -189,7 +252,7 @@ class Statistics:
         count = calm.sum(axis=1)
         points = np.maximum(self.points, 1).astype(np.float64)
         share = count / np.maximum(count, 1.0)  # 1 where a row has anything to take in
-        size = _ABS_TO_SIGMA * self.kept_size[:, :used]
+        size = _ABS_TO_SIGMA * np.abs(self.kept_residual[:, :used])
         young = self.points <= _MEDIAN
         for array, memory in ((self.sigma, 128), (self.fast_sigma, 24)):
             cap = np.where(young, np.inf, 4.0 * np.maximum(array, self.floors))
@@ -208,13 +271,14 @@ class Statistics:
         """Level, drift and trend of 64 steps ago enter their centre and spread; in a young row those of now do."""
         used = calm.shape[1]
         young = (self.points <= _YOUNG)[:, None]
-        now, now_calm = np.zeros_like(self.kept_linear), np.zeros_like(self.kept_calm)
-        now[:, :used], now_calm[:, :used] = self.kept_linear[:, :used], calm
-        linear = np.where(young[:, :, None], now, self.waiting[:, 0])
-        weight = np.where(young, now_calm, self.waiting_calm[:, 0])
-        if used == _BATCH:  # else the machine is young, or a young row makes all take in step by step
-            self.waiting[:, :-1], self.waiting[:, -1] = self.waiting[:, 1:], now
-            self.waiting_calm[:, :-1], self.waiting_calm[:, -1] = self.waiting_calm[:, 1:], now_calm
+        linear, weight = self.waiting[:, 0].copy(), self.waiting_calm[:, 0].copy()
+        if young.any():
+            now, now_calm = np.zeros_like(self.kept_linear), np.zeros_like(self.kept_calm)
+            now[:, :used], now_calm[:, :used] = self.kept_linear[:, :used], calm
+            linear, weight = np.where(young[:, :, None], now, linear), np.where(young, now_calm, weight)
+        if used == _BATCH:  # else a young row makes all take in step by step
+            self.waiting[:, :-1], self.waiting[:, -1] = self.waiting[:, 1:], self.kept_linear
+            self.waiting_calm[:, :-1], self.waiting_calm[:, -1] = self.waiting_calm[:, 1:], calm
         else:
             weight = weight * young
         count = weight.sum(axis=1)
@@ -244,7 +308,7 @@ class Statistics:
         # While the window fills for the first time, its own differences are the only unit there is.
         filling = ~filled & (self.points > 1)
         if filling.any():
-            step = np.abs(self.last - self.before_last)
+            step = np.abs(self.recent.now[:, -1] - self.recent.now[:, -2])
             first = 1.0 / np.minimum(np.maximum(self.points - 1.0, 1.0), 32.0)
             self.difference_mean += (
                 filling
@@ -259,7 +323,7 @@ class Statistics:
         sigma = np.minimum(self.sigma, 1.4 * self.fast_sigma)
         young = np.flatnonzero(self.points < _YOUNG)
         if len(young):  # residuals of the steep start are no noise: step-to-step differences do not see the trend
-            steps = np.abs(np.diff(self.recent[young, -_EARLY:], axis=1))
+            steps = np.abs(np.diff(self.recent.now[young, -_EARLY:], axis=1))
             sigma[young] = np.minimum(sigma[young], _MAD_TO_SIGMA * np.median(steps, axis=1))
         self.mature = (self.points >= _YOUNG).astype(np.float64)
         sigma = np.maximum(sigma, self.floors)
@@ -272,13 +336,14 @@ class Statistics:
         self.speaks[:, :LEVEL] = (self.points >= self.start)[:, None]
         self.speaks[:, LINEAR] = (self.points >= self.trend_after)[:, None]
         self.speaks[:, SCALE] = self.reference_points >= self.scale_after
+        self._all_mature, self._all_speak = bool(self.mature.all()), bool(self.speaks.all())
 
     def rebase(self, row: int) -> None:
         """Take the last 16 values of a row as its level from now on; the noise may have grown, not shrunk."""
-        recent = self.recent[row, -32:]
+        recent = self.recent.now[row, -32:]
         level = float(np.median(recent[-_MEDIAN:]))
-        self.accepted[row] = recent[-_MEDIAN:]
-        self.window[row] = level
+        self.accepted.now[row] = recent[-_MEDIAN:]
+        self.window.now[row] = level
         self.level_1[row] = self.level_2[row] = level
         noise = _ABS_TO_SIGMA * float(np.mean(np.abs(recent - np.median(recent))))
         self.sigma[row] = max(float(self.sigma[row]), noise)
@@ -287,15 +352,9 @@ class Statistics:
 
     def accept_widening(self, row: int) -> None:
         """Take the present dispersion, and the present pace of level, drift and trend, for the usual one from now on."""
-        wider = max(float(self.ratios[row].mean()), 1.0)
+        wider = max(float(self.ratios.now[row].mean()), 1.0)
         self.difference_mean[row] = wider * float(self.unit_now[row])
-        self.ratios[row] /= wider
+        self.ratios.now[row] /= wider
         self.spread[row] = np.maximum(self.spread[row], np.abs(self.kept_linear[row]).max(axis=0) / 3.0)
         self.waiting_calm[row] = 0.0
         self._derive()
-
-
-def _push(array: np.ndarray, rows: Any, values: np.ndarray) -> None:
-    """Shift the windows of `rows` by one and append."""
-    array[rows, :-1] = array[rows, 1:]
-    array[rows, -1] = values

@@ -37,7 +37,7 @@ class Tail:
     least: (rows, statistics, targets), thresholds never fall below. rates: false alarms per step of each target; shares:
     (statistics,), how much of that each statistic may spend."""
 
-    ARRAYS = (
+    _ARRAYS = (
         "prior_mean", "prior_std", "lowest", "least", "maximum", "filled", "blocks", "count", "waiting", "waits", "thresholds",
     )  # fmt: skip
 
@@ -67,13 +67,19 @@ class Tail:
         self.waiting = np.zeros((rows, _WAITING, statistics))  # oldest first
         self.waits = np.zeros(rows, dtype=np.int64)
         self.thresholds = np.zeros((rows, statistics, len(rates)))
-        for row in range(rows):
-            self.refresh(row)
+        self.refresh(np.arange(rows))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The whole state by name, (rows, ...) each, live."""
+        return {name: getattr(self, name) for name in self._ARRAYS}
 
     def add(self, rows: Any, healthy: np.ndarray | None, scores: np.ndarray) -> None:
         """Scores (n, statistics) of one step of `rows`. healthy (n,) bool, None for all: those that count."""
         if healthy is None:
-            self.maximum[rows] = np.maximum(self.maximum[rows], scores)
+            maximum = self.maximum[rows]
+            np.maximum(maximum, scores, out=maximum)
+            if not isinstance(rows, slice):  # a slice was a view
+                self.maximum[rows] = maximum
             self.filled[rows] += 1
         elif healthy.any():
             chosen = np.arange(len(self.filled))[rows][healthy]
@@ -83,8 +89,8 @@ class Tail:
     def flush(self) -> bool:
         """Close the blocks that are full. True if a threshold may have moved."""
         full = np.flatnonzero(self.filled >= BLOCK)
-        for row in full:
-            self._close(int(row))
+        if len(full):
+            self._close(full)
         return bool(len(full))
 
     @property
@@ -92,31 +98,38 @@ class Tail:
         """Below this share of its warn threshold no statistic of any row is worth watching."""
         return float((self.thresholds[:, :, 0] / self.thresholds[:, :, 1]).min()) if len(self.filled) else 1.0
 
-    def _close(self, row: int) -> None:
-        highest = np.maximum(self.maximum[row], self.lowest[row])
-        if self.waits[row] == _WAITING:
-            self.blocks[row, self.count[row] % _REMEMBERED] = self.waiting[row, 0]
-            self.count[row] += 1
-            self.waiting[row, :-1] = self.waiting[row, 1:]
-            self.waits[row] -= 1
-        self.waiting[row, self.waits[row]] = np.where(self.single, np.log(highest), highest)
-        self.waits[row] += 1
-        self.filled[row] = 0
-        self.maximum[row] = 0.0
-        self.refresh(row)
+    def _close(self, rows: np.ndarray) -> None:
+        ready = rows[self.waits[rows] == _WAITING]
+        if len(ready):
+            self.blocks[ready, self.count[ready] % _REMEMBERED] = self.waiting[ready, 0]
+            self.count[ready] += 1
+            self.waiting[ready, :-1] = self.waiting[ready, 1:]
+            self.waits[ready] -= 1
+        highest = np.maximum(self.maximum[rows], self.lowest[rows])
+        self.waiting[rows, self.waits[rows]] = np.where(self.single, np.log(highest), highest)
+        self.waits[rows] += 1
+        self.filled[rows] = 0
+        self.maximum[rows] = 0.0
+        self.refresh(rows)
 
     def forget_recent(self, rows: np.ndarray) -> None:
         """These rows have raised an alarm: what they saw just before is no healthy history."""
         self.waits[rows] = self.filled[rows] = 0
         self.maximum[rows] = 0.0
 
-    def refresh(self, row: int) -> None:
-        """Thresholds of a row from its blocks and its prior."""
-        known = self.blocks[row, : min(int(self.count[row]), _REMEMBERED)]
-        weight = self.prior_weight + len(known)
-        mean = (self.prior_weight * self.prior_mean[row] + known.sum(0)) / weight
-        std = np.sqrt((self.prior_weight * self.prior_std[row] ** 2 + ((known - mean) ** 2).sum(0)) / weight)
-        scale = (std * _TO_GUMBEL)[:, None]
-        gumbel = np.exp(np.minimum(mean[:, None] - _EULER * scale + scale * self._gumbel, 50.0))
-        normal = mean[:, None] + std[:, None] * self._normal
-        self.thresholds[row] = np.maximum(np.where(self.single[:, None], gumbel, normal), self.least[row])
+    def refresh(self, rows: np.ndarray) -> None:
+        """Thresholds of these rows (indices) from their blocks and priors."""
+        if not len(rows):
+            return
+        count = np.minimum(self.count[rows], _REMEMBERED)
+        longest = int(count.max())
+        known = self.blocks[rows, :longest]
+        there = (np.arange(longest) < count[:, None])[:, :, None]
+        weight = self.prior_weight + count[:, None]
+        mean = (self.prior_weight * self.prior_mean[rows] + (known * there).sum(1)) / weight
+        around = ((known - mean[:, None]) ** 2 * there).sum(1)
+        std = np.sqrt((self.prior_weight * self.prior_std[rows] ** 2 + around) / weight)
+        scale = (std * _TO_GUMBEL)[:, :, None]
+        gumbel = np.exp(np.minimum(mean[:, :, None] - _EULER * scale + scale * self._gumbel, 50.0))
+        normal = mean[:, :, None] + std[:, :, None] * self._normal
+        self.thresholds[rows] = np.maximum(np.where(self.single[:, None], gumbel, normal), self.least[rows])
