@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from resilient.errors import ConfigError, ExitCode
+from resilient.telemetry.output import check_folder, hand_over, unusable
 
 
 def main(argv: list[str]) -> int:
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
     from resilient.telemetry.compare import compare_runs, html_page, text_table
 
     try:
+        check_folder("--html", options.html)
+        check_folder("--out", options.out)
         comparison = compare_runs(options.paths, options.baseline)
         if options.html:
             Path(options.html).write_text(html_page(comparison), encoding="utf-8")
@@ -36,16 +39,12 @@ def main(argv: list[str]) -> int:
             with console.capture() as capture:
                 console.print(text_table(comparison))
             text = "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
-        if options.out:
-            Path(options.out).write_text(text + "\n", encoding="utf-8")
     except (ConfigError, OSError) as error:
-        print(f"resilient compare: {error}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
-    if not options.out:
-        print(text)
-    if options.html and options.format == "text":
+        return unusable("compare", error)
+    code = hand_over("compare", text, options.out)
+    if code == ExitCode.DONE and options.html and options.format == "text":
         print(f"page: {options.html}")
-    return ExitCode.DONE
+    return code
 
 
 if __name__ == "__main__":

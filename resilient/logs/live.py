@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from resilient.checkpoint.files import read_json
 from resilient.errors import ExitCode, ResilientError
 from resilient.logs.follow import LineFollower
-from resilient.logs.open import line_parser, newest_state, open_log
+from resilient.logs.open import is_document, line_parser, newest_state, open_log
 from resilient.logs.records import StepsParser
 from resilient.logs.rows import LineParser, Remarks, Row
+from resilient.logs.text import head_of
 
 _RECHECK_EVERY = 15  # polls after which a document is read again though its size and time stayed the same
 _ENOUGH = 20  # lines that show what the format is
@@ -71,7 +72,7 @@ def open_source(path: Path, *, patient: bool = True) -> Source | None:
             return _open_folder(path, patient)
         if not path.exists():
             return None
-        if path.suffix == ".json" or _is_document(path):
+        if path.suffix == ".json" or is_document(head_of(path), growing=patient):
             return DocumentSource(path)
     except OSError:
         return None
@@ -86,13 +87,6 @@ def _open_folder(path: Path, patient: bool) -> Source | None:
     if newest_state(path) is not None:
         return DocumentSource(path, newest_state)
     return None
-
-
-def _is_document(path: Path) -> bool:
-    """Does it begin with a brace that its first line does not close?"""
-    with open(path, "rb") as file:
-        start = file.read(4096).lstrip()
-    return start.partition(b"\n")[0].strip() in (b"{", b"[")
 
 
 class TextSource:

@@ -128,7 +128,7 @@ def _source(path: Path, format: str | None) -> tuple[Remarks, Iterator[Row]]:
     if is_binary(head):
         raise UnreadableLog(f"{path}: is binary and no TensorBoard event file; give a log, not a checkpoint")
     remarks = Remarks()
-    if format == "json" or (format is None and _is_document(head)):
+    if format == "json" or (format is None and is_document(head)):
         return remarks, _document(path, remarks)
     return _text(path, format)
 
@@ -157,8 +157,11 @@ def _parsed(parser: LineParser, lines: Iterator[str]) -> Iterator[Row]:
 # -- JSON documents ---------------------------------------------------------------------------------------------
 
 
-def _is_document(head: bytes) -> bool:
-    """True if this is one JSON value over many lines, or one object that holds the whole log in its only line."""
+def is_document(head: bytes, *, growing: bool = False) -> bool:
+    """True if this is one JSON value over many lines, or one object that holds the whole log in its only line.
+
+    head: the first bytes of the file, see head_of. growing: the writer may still be at work: an object in the only line
+    may be the first of many records, whole or not."""
     text = head.decode("utf-8", "replace").lstrip("\ufeff \t\r\n\0")
     if text[:1] not in ("{", "["):
         return False
@@ -169,7 +172,9 @@ def _is_document(head: bytes) -> bool:
     if text[:1] == "[":
         return re.match(r"\[\s*[\[{]", text) is not None
     if parse_object(first) is not None and first[-1:] == "}":
-        return not rest.strip() and _holds_log(first)
+        return not growing and not rest.strip() and _holds_log(first)
+    if growing and not rest:
+        return False
     if len(first) > 60_000 or not rest:  # one object longer than what was read
         return re.search(r'"(?:log_history|start_step|values)"\s*:', first) is not None or re.match(r'\{\s*"[^"]*"\s*:\s*[\[{]', first) is not None  # fmt: skip
     return re.match(r'\{\s*"[^"]*"\s*:\s*(?:[\[{]|[^,{}\[\]]*,?)\s*$', first) is not None

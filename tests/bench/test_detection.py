@@ -35,6 +35,7 @@ from resilient.bench.detection.protocol import (
     merged_starts,
     outcome,
     poisson_interval,
+    poisson_quantile,
 )
 from resilient.bench.detection.run import OURS, Settings, run
 from resilient.bench.detection.table import text
@@ -250,6 +251,12 @@ def test_poisson_interval_is_the_exact_one(count: int, low: float, high: float) 
 def test_poisson_interval_of_a_large_count_is_nearly_normal() -> None:
     low, high = poisson_interval(900)
     assert (low, high) == (pytest.approx(900 - 1.96 * 30, rel=0.01), pytest.approx(900 + 1.96 * 30, rel=0.01))
+
+
+@pytest.mark.parametrize(("mean", "most"), [(0.01, 0), (1.0, 3), (10.0, 17), (2000.0, 2088)])
+def test_poisson_quantile_is_where_the_sum_passes_it(mean: float, most: int) -> None:
+    """Also for a mean so large that P(N = 0) is no float any more."""
+    assert poisson_quantile(0.975, mean) == most
 
 
 @pytest.mark.parametrize("key", ["B6", "B4", "B2"])

@@ -6,8 +6,9 @@ Alarms are bool arrays (runs, points). Positions, not step numbers, are counted:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count, islice
 
 import numpy as np
 
@@ -27,21 +28,29 @@ def merged_starts(alarms: np.ndarray, within: int = MERGE) -> np.ndarray:
     return at[np.concatenate([[True], np.diff(at) > within])]
 
 
-def poisson_interval(count: int, level: float = 0.95) -> tuple[float, float]:
-    """Exact (Garwood) interval of the mean behind `count` events."""
+def _poisson_at_most(mean: float) -> Iterator[float]:
+    """P(N <= 0), P(N <= 1), ... of a Poisson count N with this mean, above 0."""
+    return accumulate(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in count())
+
+
+def poisson_quantile(probability: float, mean: float) -> int:
+    """The smallest n with P(N <= n) >= probability, which must be below 1."""
+    return next(n for n, at_most in enumerate(_poisson_at_most(mean)) if at_most >= probability)
+
+
+def poisson_interval(events: int, level: float = 0.95) -> tuple[float, float]:
+    """Exact (Garwood) interval of the mean behind a count of `events`."""
     tail = (1 - level) / 2
 
-    def at_most(n: int, mean: float) -> float:  # P(N <= n)
-        return math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(n + 1))
-
-    def mean_where(n: int, probability: float) -> float:  # at_most(n, .) falls with the mean
+    def mean_where(n: int, probability: float) -> float:  # P(N <= n) falls with the mean
         low, high = 1e-9, 10.0 + 4.0 * n
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if at_most(n, middle) > probability else (low, middle)
+            at_most = next(islice(_poisson_at_most(middle), n, None))
+            low, high = (middle, high) if at_most > probability else (low, middle)
         return (low + high) / 2
 
-    return (0.0 if count == 0 else mean_where(count - 1, 1 - tail)), mean_where(count, tail)
+    return (0.0 if events == 0 else mean_where(events - 1, 1 - tail)), mean_where(events, tail)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def calibrate(baseline: Baseline, healthy: Streams, targets: Sequence[float], gr
     Inf: no threshold does it, the rule never alarms."""
     points = float(healthy.lengths().sum())
 
-    def count(alarms: np.ndarray) -> int:
+    def groups(alarms: np.ndarray) -> int:
         return sum(len(merged_starts(row)) for row in alarms[alarms.any(axis=1)])
 
     scores = baseline.scores(healthy, np.inf)
@@ -161,7 +170,7 @@ def calibrate(baseline: Baseline, healthy: Streams, targets: Sequence[float], gr
         copies = join("copies", [healthy] * len(candidates))  # all thresholds in one pass
         limits = np.repeat(candidates, healthy.runs)
         alarms = baseline.alarms(baseline.scores(copies, limits), limits[:, None])
-        counts = [count(rows) for rows in np.split(alarms, len(candidates))]
+        counts = [groups(rows) for rows in np.split(alarms, len(candidates))]
         # The lowest one from which on every higher one keeps the target, as the count need not fall evenly.
         over = {target: [i for i, n in enumerate(counts) if n > target * points / 1e4] for target in targets}
         first = {target: max(indices, default=-1) + 1 for target, indices in over.items()}
@@ -172,7 +181,7 @@ def calibrate(baseline: Baseline, healthy: Streams, targets: Sequence[float], gr
         low, high = 0, len(candidates) - 1  # the count falls (nearly) with the threshold: bisection
         while low < high:
             middle = (low + high) // 2
-            if count(scores > candidates[middle]) <= target * points / 1e4:
+            if groups(scores > candidates[middle]) <= target * points / 1e4:
                 high = middle
             else:
                 low = middle + 1

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,10 +46,12 @@ from resilient.bench.detection.protocol import (
     false_alarms,
     longest_row,
     outcome,
+    poisson_quantile,
 )
 from resilient.bench.detection.table import text
 from resilient.bench.detection.traces import TraceScore, load_traces, score_traces
-from resilient.errors import ConfigError, ExitCode
+from resilient.errors import ConfigError
+from resilient.telemetry.output import check_folder, hand_over, unusable
 
 OURS = "resilient"
 TARGETS = (1.0, 0.1)  # false alarms per 10,000 healthy steps
@@ -413,13 +414,7 @@ def checks(
 
 def _most(per_10k: float, points: int) -> float:
     """The largest rate that a target of `per_10k` still explains: 97.5 % quantile of the count over that many points."""
-    mean = per_10k * points / 1e4
-    total, count, term = math.exp(-mean), 0, math.exp(-mean)
-    while total < 0.975:
-        count += 1
-        term *= mean / count
-        total += term
-    return 1e4 * count / points
+    return 1e4 * poisson_quantile(0.975, per_10k * points / 1e4) / points
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -498,19 +493,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.only_traces and not options.traces:
             raise ConfigError("--only-traces needs --traces DIR")
-        if options.out and not Path(options.out).resolve().parent.is_dir():
-            raise ConfigError(f"--out: there is no folder {Path(options.out).parent}")
+        check_folder("--out", options.out)
         found = only_traces(settings) if options.only_traces else run(settings, _progress())
-        written = json.dumps(found, indent=2, allow_nan=False) if options.format == "json" else text(found)
-        if options.out:
-            Path(options.out).write_text(written + "\n", encoding="utf-8")
     except (ConfigError, OSError) as error:
-        print(f"resilient bench detection: {error}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
-    if not options.out:
-        print(written)
-    missed = [check for check in found["checks"] if not check["ok"]]
-    return 1 if missed else ExitCode.DONE
+        return unusable("bench detection", error)
+    written = json.dumps(found, indent=2, allow_nan=False) if options.format == "json" else text(found)
+    return hand_over("bench detection", written, options.out) or int(any(not check["ok"] for check in found["checks"]))
 
 
 def only_traces(settings: Settings) -> dict[str, Any]:
