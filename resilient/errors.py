@@ -7,6 +7,10 @@ with when the error reaches the command line, on every rank alike.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from resilient.signals import LinkReport
 
 
 class ExitCode(IntEnum):
@@ -45,6 +49,17 @@ class ExchangeFailed(GuardError):
     going on unguarded would leave the ranks in different states (in the middle of a rollback, or at the start)."""
 
     exit_code = ExitCode.RESTART
+
+
+class ProbeFailed(ExchangeFailed):
+    """The link probe could not finish: a rank or a link did not answer in time, or its figures arrived damaged.
+
+    report: what is known, with the links that did not answer among the slow ones. missing: ranks that did not answer at
+    all. usable: the process group may still be used; False: operations on it have been given up half done."""
+
+    def __init__(self, message: str, report: LinkReport, missing: tuple[int, ...] = (), usable: bool = False) -> None:
+        super().__init__(message)
+        self.report, self.missing, self.usable = report, missing, usable
 
 
 class Interrupted(ResilientError):

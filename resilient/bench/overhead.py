@@ -1,10 +1,10 @@
 """What the guard costs per step: off, observe and full, in turn inside one launch, so that all meet the same machine.
 
-    python -m resilient.bench.overhead [--quick] [--nproc 2] [--model gpt_1m] [--format text|json] [--out FILE]
+    resilient bench overhead [--quick] [--nproc 2] [--engine ddp] [--model gpt_3m] [--format text|json] [--out FILE]
 
 Each mode has an engine, model and data stream of its own, all on one seed. Blocks of steps alternate A B C A B C; the figure
 of a mode is the median over its steps, the difference is taken block by block against `off` and given with its range.
-The parts (exchange, judge, snapshot) are timed by themselves on the tables and states of the same run.
+The parts are timed inside further steps of the guarded lane; the judge also on simulated tables of up to 100,000 ranks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
+from resilient.coordinator.judge import Judge
+from resilient.detectors import DetectorConfig, build_monitor
 from resilient.engines.base import EngineConfig
 from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
+from resilient.policies import Ladder, PolicyConfig
 from resilient.recovery.local import spawn
-from resilient.signals import StepRecord
-from resilient.signals.record import row_width
+from resilient.signals import StepTable
+from resilient.signals.record import COLUMNS, INDEX
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
 from resilient.train.model import GPT, ModelConfig
 from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
+ENGINES = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
 MODES = ("off", "observe", "default")
 PRESETS = {
     "gpt_1m": ModelConfig(),
@@ -47,7 +52,7 @@ PRESETS = {
 class Settings:
     """model: a preset. blocks: per mode. steps: per block. seq_len x micro_batch: tokens per rank and step."""
 
-    model: str = "gpt_1m"
+    model: str = "gpt_3m"
     engine: str = "ddp"
     blocks: int = 8
     steps: int = 8
@@ -64,8 +69,12 @@ class Lane:
         data = DataConfig(seq_len=settings.seq_len, micro_batch=settings.micro_batch)
         self.stream = TokenStream(data, seed=settings.seed, rank=rank, world=world)
         optim = OptimConfig()
+        zero = settings.engine.startswith("zero")
         engine = build_engine(
-            EngineConfig(name=settings.engine),  # type: ignore[arg-type]
+            EngineConfig(
+                name="deepspeed" if zero else settings.engine,  # type: ignore[arg-type]
+                zero_stage=int(settings.engine[-1]) if zero else 0,
+            ),
             GPT(PRESETS[settings.model]),
             make_optimizer=lambda module: make_optimizer(module, optim),
             make_scheduler=lambda optimizer: make_scheduler(optimizer, optim, 10_000),
@@ -117,28 +126,112 @@ def measure(settings: Settings) -> dict[str, Any]:
             "extra_percent": statistics.median(extra),
             "extra_percent_range": [min(extra), max(extra)],
         }
-    parts = _parts(lanes["default"], world)
+    parts = _parts(lanes["default"], settings.steps * 2)
     for lane in lanes.values():
         lane.stream.close()
         lane.guard.close()
     return {"settings": asdict(settings), "world": world, "modes": modes, "parts": parts}
 
 
-def _parts(lane: Lane, world: int) -> dict[str, float]:
+def _parts(lane: Lane, steps: int) -> dict[str, float]:
+    """Microseconds of the guard's parts in a step, medians over `steps` further steps, and what it sends and keeps."""
     coordinator = lane.guard._coordinator
-    judge = coordinator.judge
-    assert judge is not None
-    record = StepRecord(step=coordinator.step_index, attempt=coordinator.outer.attempts + 1, loss=2.0, loss_max=2.0)
-    record.local_grad_norm, record.reduced_sq_share, record.tokens = 1.0, 0.5, 1.0
-    table = coordinator.exchange.table(record)
-    snapshot_bytes = sum(t.numel() * t.element_size() for t in _tensors(lane.guard.engine.capture()))
-    return {
-        "exchange_us": _microseconds(lambda: coordinator.exchange.table(record), 200),
-        "exchange_bytes": float(world * row_width(len(coordinator.exchange.layers)) * 8),
-        "judge_us": _microseconds(lambda: judge.judge(table, dynamic_scale=False, targets=lambda onset: 1), 500),
-        "snapshot_ms": _microseconds(lambda: coordinator._state.capture(0, 0), 5) / 1e3,
-        "snapshot_mb": snapshot_bytes / 1e6,
+    judge, measure = coordinator.judge, coordinator._measure
+    assert judge is not None and measure is not None
+    timers = {
+        "taps_us": _Timer(coordinator.engine, "taps"),
+        "record_us": _Timer(measure, "record"),
+        "exchange_us": _Timer(coordinator.exchange, "table"),
+        "see_us": _Timer(judge, "see"),
+        "conclude_us": _Timer(judge, "conclude"),
+        "settle_us": _Timer(judge, "settle"),
+        "update_us": _Timer(coordinator.engine, "watch_update", "take_update"),
+        "tell_us": _Timer(coordinator._listeners, "tell"),
     }
+    lane.block(steps)
+    parts = {name: timer.stop() for name, timer in timers.items()}
+    state = lane.guard.engine.capture()
+    return {
+        **parts,
+        "exchange_bytes": float(coordinator.exchange.world_size * coordinator.exchange.width * 8),
+        "check_cells": float(len(coordinator.exchange.plan.names) if coordinator.exchange.plan is not None else 0),
+        "snapshot_us": _microseconds(lambda: coordinator._state.capture(0, 0), 5),
+        "snapshot_mb": sum(t.numel() * t.element_size() for t in _tensors(state)) / 1e6,
+    }
+
+
+class _Timer:
+    """Replaces methods of one object by ones that note how long they take."""
+
+    def __init__(self, owner: Any, *names: str) -> None:
+        self._owner, self._names = owner, names
+        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+        for name in names:
+            self._wrap(name)
+
+    def _wrap(self, name: str) -> None:
+        original, seconds = getattr(self._owner, name), self._seconds[name]
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - started)
+
+        setattr(self._owner, name, timed)
+
+    def stop(self) -> float:
+        """Microseconds: the sum of the methods' medians."""
+        for name in self._names:
+            delattr(self._owner, name)
+        return 1e6 * sum(statistics.median(seconds) for seconds in self._seconds.values() if seconds)
+
+
+def judge_at(world: int, steps: int, seed: int = 0) -> float:
+    """Microseconds to judge and settle one step of a simulated run of `world` ranks, median over `steps`."""
+    rng = np.random.default_rng(seed)
+    judge = Judge(build_monitor(DetectorConfig()), Ladder(PolicyConfig()))
+    usual = np.exp(0.2 * rng.standard_normal(world))  # ranks differ for good
+    seconds = []
+    for step in range(1, steps + 33):
+        table = StepTable(_simulated(rng, world, step, usual))
+        started = time.perf_counter()
+        observation, findings = judge.see(table)
+        judgement = judge.conclude(observation, findings, dynamic_scale=False, targets=lambda onset: 1)
+        judge.settle(judgement, applied=judgement.decision.action == "apply")
+        seconds.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(seconds[32:])
+
+
+def _simulated(rng: np.random.Generator, world: int, step: int, usual: np.ndarray) -> np.ndarray:
+    rows = np.full((world, len(COLUMNS)), np.nan)
+
+    def put(name: str, values: Any) -> None:
+        rows[:, INDEX[name]] = values
+
+    noise = np.exp(0.1 * rng.standard_normal((4, world)))
+    for name in COLUMNS:
+        if not name.startswith("digest_") and name not in ("eval_loss", "entropy", "repetition"):
+            put(name, 0.0)
+    for name, value in (
+        ("kind", 1.0),
+        ("step", step),
+        ("attempt", step),
+        ("tokens", 2048.0),
+        ("loss_scale", 1.0),
+        ("has_next", 1.0),
+    ):
+        put(name, value)
+    put("loss", 3.0 * noise[0] ** 0.2)
+    put("loss_max", 3.0 * noise[0] ** 0.2)
+    put("local_grad_norm", usual * noise[1])
+    put("reduced_sq_share", noise[2] / world)
+    put("compute_s", 0.5 * noise[3] ** 0.2)
+    put("collective_s", 0.05 * noise[3])
+    for name in ("attention_entropy", "weight_sq_share", "update_sq_share", "attention_logit_max"):
+        put(name, np.nan)
+    return rows
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
@@ -160,7 +253,9 @@ def _microseconds(action: Any, times: int) -> float:
 
 def _worker(settings: Settings, out: str) -> int:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if settings.engine.startswith("zero"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
+    dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
     try:
         found = measure(settings)
         if dist.get_rank() == 0:
@@ -174,8 +269,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="resilient.bench.overhead", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, proves little")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--model", choices=sorted(PRESETS), default="gpt_1m")
-    parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--model", choices=sorted(PRESETS), default="gpt_3m")
+    parser.add_argument("--engine", choices=ENGINES, default="ddp")
+    parser.add_argument(
+        "--worlds", type=int, nargs="*", default=[1024, 16_384, 100_000], help="simulated ranks for the judge"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--out", metavar="FILE", default=None)
@@ -193,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code != 0:
             return code
         found = json.loads(result.read_text())
+    found["judge_us"] = {str(world): judge_at(world, 40) for world in options.worlds}
     text = json.dumps(found, indent=2) if options.format == "json" else _table(found)
     if options.out:
         Path(options.out).write_text(text + "\n")
@@ -210,10 +309,13 @@ def _table(found: dict[str, Any]) -> str:
     for mode, row in found["modes"].items():
         low, high = row["extra_percent_range"]
         lines.append(f"{mode:<10}{row['step_ms']:>7.1f} ms{row['extra_percent']:>8.2f} %   {low:+.2f} .. {high:+.2f} %")
+    times = ", ".join(f"{name[:-3]} {value:.0f}" for name, value in parts.items() if name.endswith("_us"))
+    lines.append(f"microseconds a step: {times} (a snapshot is not of every step: {parts['snapshot_mb']:.1f} MB)")
     lines.append(
-        f"exchange {parts['exchange_us']:.0f} us, {parts['exchange_bytes']:.0f} bytes; judge {parts['judge_us']:.0f} us; "
-        f"snapshot {parts['snapshot_ms']:.1f} ms for {parts['snapshot_mb']:.1f} MB, with digests"
+        f"sent: {parts['exchange_bytes']:.0f} bytes, of which {parts['check_cells']:.0f} cells of the reduction check a rank"
     )
+    judged = ", ".join(f"{int(world):,} ranks {us / 1e3:.2f} ms" for world, us in found["judge_us"].items())
+    lines.append(f"judge and settle a step of simulated ranks: {judged}")
     return "\n".join(lines)
 
 

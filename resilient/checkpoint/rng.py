@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+
+Stream = Literal["python", "numpy", "torch", "device"]
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
@@ -46,3 +49,19 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
     torch.set_rng_state(state["torch"])
     if device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def stream_digest(stream: Stream, device: torch.device) -> float:
+    """48 bits of one stream's state, exact in a float64. device: of which the stream "device" is; for the CPU it is torch's.
+
+    Waits for no device: a CUDA generator keeps its seed and offset on the host."""
+    if stream == "python":
+        state = repr(random.getstate()).encode()
+    elif stream == "numpy":
+        _, keys, *rest = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state(legacy=True))
+        state = keys.tobytes() + repr(rest).encode()
+    elif stream == "torch" or device.type == "cpu":
+        state = torch.get_rng_state().numpy().tobytes()
+    else:
+        state = torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
+    return float(int.from_bytes(hashlib.blake2b(state, digest_size=6).digest(), "big"))

@@ -13,6 +13,10 @@ BENCHES = {
         "resilient.bench.detection.run",
         "early warning: public alarm rules and this project's, side by side",
     ),
+    "attribution": (
+        "resilient.bench.attribution.run",
+        "which rank, and why: injected faults in every engine against what the guard says of them",
+    ),
     "overhead": ("resilient.bench.overhead", "what the guard costs per step"),
 }
 

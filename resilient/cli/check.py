@@ -47,6 +47,9 @@ def _run(job: JobConfig, problems: list[str]) -> None:
         "run.sample_tokens": run.sample_tokens,
         "run.log_every": run.log_every,
         "run.guard.nan_probes": run.guard.nan_probes,
+        "run.guard.confirmations": run.guard.confirmations,
+        "run.guard.digests_every": run.guard.digests_every,
+        "run.guard.link_probes": run.guard.link_probes,
         "run.threads": run.threads,
         "run.snapshot.every": run.snapshot.every,
         "run.checkpoint.every": run.checkpoint.every,
@@ -55,3 +58,5 @@ def _run(job: JobConfig, problems: list[str]) -> None:
     problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
     if not run.guard.exchange_timeout_s > 0:
         problems.append(f"run.guard.exchange_timeout_s={run.guard.exchange_timeout_s}: must be positive")
+    if not run.guard.link_probe_s > 0:
+        problems.append(f"run.guard.link_probe_s={run.guard.link_probe_s}: must be positive")

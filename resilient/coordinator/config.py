@@ -21,6 +21,12 @@ class GuardConfig:
     layers: gradient and update norms by layer group, too (S3).
     scene: what is kept of a refused step (T3, T12): none | batch | full (the rank's whole state too).
     scene_limit: scenes per rank and start.
+    confirmations: how often in one start a step is held while a suspect rank's window runs once more, on that rank and on
+        a peer, to tell its batch from its machine (C2). 0: never.
+    digests_every: steps between comparisons of what ranks hold alike: parameters, optimizer, buffers, random streams
+        (0: never). A pass over them.
+    link_probes: how often in one start a suspicion may have the links and machines probed. 0: never.
+    link_probe_s: longest time of one such probe.
     nan_probes: how often in one start a window refused for a non-finite value is run once more, with hooks on every
         module, to name the module it began in (T6). 0: never."""
 
@@ -34,4 +40,8 @@ class GuardConfig:
     layers: bool = True
     scene: Literal["none", "batch", "full"] = "batch"
     scene_limit: int = 20
+    confirmations: int = 8
+    digests_every: int = 100
+    link_probes: int = 2
+    link_probe_s: float = 5.0
     nan_probes: int = 3

@@ -1,7 +1,8 @@
 """The step loop: measure -> exchange -> judge -> decide -> act -> commit, the same on every rank.
 
 Read `step` first: it is one step's data from tap to action. No leader, no broadcast: every rank sees the same table
-and takes the same decision. The vote comes after the backward pass and before the optimizer touches anything.
+and takes the same decision. The vote comes after the backward pass and before the optimizer touches anything. What is
+suspected is looked into there (second_look.py), or the step is held while a window runs once more (rerun.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,21 +20,26 @@ import numpy as np
 import torch
 
 from resilient.checkpoint.config import CheckpointConfig
-from resilient.checkpoint.manifest import Checkpoint, Health
+from resilient.checkpoint.manifest import Health
 from resilient.checkpoint.ring import MemoryRing
+from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.contracts import Contracts
 from resilient.coordinator.events import Listener, StepReport
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window, WindowFeed
+from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.outer import Outer
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.requests import RequestDesk, granted
 from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
+from resilient.coordinator.saving import Saver, Store
+from resilient.coordinator.second_look import SecondLook
 from resilient.coordinator.state import StateKeeper
+from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
 from resilient.errors import (
     CounterMismatch,
@@ -44,23 +50,22 @@ from resilient.errors import (
     Preempted,
     StopRequested,
 )
-from resilient.signals import Decision, Flag, Kind, Knobs, StepRecord, StepTable
+from resilient.signals import (
+    CheckPlan,
+    Confirmation,
+    Decision,
+    Finding,
+    Flag,
+    Kind,
+    Knobs,
+    LinkReport,
+    Observation,
+    StepRecord,
+    StepTable,
+)
 from resilient.signals.record import names_digest
 
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
-
-
-class Store(Protocol):
-    """Where checkpoints go. All methods are collective."""
-
-    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None, health: Health | None = None) -> bool:
-        """True on all ranks if the checkpoint is committed and visible; False on all ranks if it is not."""
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the evaluation of the checkpoint of `step`, if there is one. Not collective."""
-
-    def best(self) -> Checkpoint | None:
-        """The checkpoint with the best evaluation. For one rank."""
 
 
 class Scene(Protocol):
@@ -107,16 +112,32 @@ class Coordinator:
         self.window_size = feed.accumulation
         self.window_tokens = 0.0
         self.rerunning = False
-        self._checkpoint = checkpoint or CheckpointConfig(every=0)
-        self._store = store
         self._listeners = Listeners(listeners, exchange.rank)
         self._outer_path = outer_path if exchange.rank == 0 else None
         self._scene = scene
-        self._rerun: Rerun | None = None  # T6
-        if judge is not None and origin is not None and config.nan_probes > 0:
-            self._rerun = Rerun(engine, exchange, origin, config.nan_probes)
+        self._origin = origin
+        self._rerun: Rerun | None = None  # from `start` on, where there is a judge
+        self._second_look: SecondLook | None = None
+        self._fingerprints: Fingerprints | None = None
+        self._hosts: tuple[str, ...] = ()
+        self._refused: Refused | None = None  # a window that is to run again before anything else: looked at, or held
+        self._again: Refused | None = None  # the window of the next attempt, after a retry
+        self._plan: CheckPlan | None = None  # of the reduction check, as this rank's engine had it at the last gate
+        self._lrs = (0.0, 0.0)  # of the last two applied steps
+        self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, exchange.world_size, config.blind_after)
+        self._saver = Saver(
+            engine,
+            exchange,
+            feed,
+            self._state,
+            self._contracts,
+            store=store,
+            config=checkpoint or CheckpointConfig(every=0),
+            tell=self._tell,
+            level=self._level,
+        )
         self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None
         self._micro = 0
@@ -128,12 +149,10 @@ class Coordinator:
         self._started = False
         self._pass_over = False
         self._clock = time.perf_counter()
-        self._last_checkpoint: int | None = None
         self._leaving = False
         self._exchange_works = True
         self._last_loss: torch.Tensor | None = None
         self._evaluated: dict[str, float] = {}  # since the last attempt, by column
-        self._last_evaluation: tuple[int, dict[str, float]] = (-1, {})
         self._desk = None  # requests: run directory and generation; from outside, read on rank 0 and shared in its row
         if requests is not None and exchange.rank == 0:
             self._desk = RequestDesk(*requests, self._tell)
@@ -168,16 +187,44 @@ class Coordinator:
                     )
                 )
             self.applied = resume.step
-            self._last_checkpoint = resume.step
+            self._saver.last = resume.step
             self.outer.steps_lost = self.outer.applied - resume.step
             self._contracts.anchor(resume.step)
             self._tell("resume", {"step": resume.step, "position": resume.position})
         self.feed.peek()
-        if self.guarded:
+        if self.judge is not None and self.guarded:
             self._hello()
+            self._prepare_second_looks(self.judge)
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
-        if resume is None and self._store is not None and self._checkpoint.every > 0:
+        if resume is None and self._saver.periodic:
             self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
+
+    def _prepare_second_looks(self, judge: Judge) -> None:
+        config = self.config
+        self._hosts = self.exchange.hosts()
+        self._rerun = Rerun(
+            self.engine,
+            self.exchange,
+            self._origin,
+            origins=config.nan_probes,
+            confirmations=config.confirmations,
+            hosts=self._hosts,
+        )
+        self._second_look = SecondLook(
+            self.engine,
+            self.exchange,
+            judge.monitor,
+            digests_every=config.digests_every,
+            probes=config.link_probes,
+            probe_s=config.link_probe_s,
+            hosts=self._hosts,
+        )
+        rank, world = self.exchange.rank, self.exchange.world_size
+        self._fingerprints = Fingerprints(self.feed, self.engine.module, self.engine.device, rank=rank, world=world)
+        wrong = np.flatnonzero(self.exchange.gather(torch.tensor([float(bool(self._fingerprints.problem))]))[:, 0])
+        if len(wrong):
+            problem = self.exchange.share(self._fingerprints.problem, source=int(wrong[0]))
+            self._tell("warning", {"message": f"rank {', '.join(map(str, wrong[:8]))}: {problem}"})
 
     def batches(self, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
         """Micro-batches, window by window, until `steps` optimizer steps are in force, `epochs` epochs of the run are
@@ -191,10 +238,11 @@ class Coordinator:
             self._snapshot_if(self.guarded and self.ring.config.every > 0)
             self._pass_over = False
         while steps is None or self.applied < steps:
-            refused = self._rerun.due() if self._rerun is not None and self.guarded else None
-            if refused is not None:
+            refused, self._refused = self._refused, None
+            if refused is not None and self.guarded:
                 yield from self._run_again(refused)
-            if not self._data_left():
+                continue
+            if self._again is None and not self._data_left():
                 if epochs is None or self.feed.epoch + 1 >= epochs or self.config.on_uneven_data == "stop_all":
                     self._pass_over = True
                     return
@@ -238,7 +286,7 @@ class Coordinator:
             self._vote_and_act()
         self._window = None
         if self._leaving:
-            saved = "the state is saved" if self._last_checkpoint == self.applied else "nothing was saved"
+            saved = "the state is saved" if self._saver.last == self.applied else "nothing was saved"
             raise Preempted(f"asked to leave at step {self.applied}; {saved}")
         return True
 
@@ -280,9 +328,7 @@ class Coordinator:
         values: by column (eval_loss, entropy, repetition); one that is not finite rides as inf. about: the event."""
         self._evaluated = {name: v if math.isfinite(v) else math.inf for name, v in values.items()}
         if step == self.applied:
-            self._last_evaluation = (step, self._evaluated)
-            if self._store is not None:
-                self._store.evaluated(*self._last_evaluation)  # BR-35: retention knows which one is the best
+            self._saver.evaluated(step, self._evaluated)
         self._tell("evaluation", {"step": step, **about})
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -297,12 +343,17 @@ class Coordinator:
         if self._desk is not None:
             self._desk.close(self.applied)
         self._listeners.close()
+        if self._second_look is not None:
+            self._second_look.close()
         self.exchange.close()
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _begin_window(self) -> None:
-        if self._have_next[self.exchange.rank] or not self.guarded:
+        again, self._again = self._again, None
+        if again is not None:
+            self._window, self.window_tokens = again.window, again.begin.tokens
+        elif self._have_next[self.exchange.rank] or not self.guarded:
             self._window = self.feed.take()
         else:
             self._window = self.feed.pad()
@@ -312,13 +363,16 @@ class Coordinator:
         self._clock = time.perf_counter()
         if self._measure is not None and self.guarded:
             self._measure.start()
+        if again is not None:
+            again.begin.put_back(self.engine.device)  # last: what was above may draw
         if self._rerun is not None and self.guarded:
             self._rerun.mark(self.window_tokens)
 
     def _run_again(self, refused: Refused) -> Iterator[Any]:
-        """A refused window once more, for a look at where its NaN began (see rerun.py). It counts for nothing."""
+        """A refused window once more, only to be looked at (see rerun.py): it counts for nothing. If the step was held for
+        it, what follows from the first run is decided and done now."""
         assert self._rerun is not None and self._measure is not None
-        tokens_to_come, self.window_tokens = self.window_tokens, refused.tokens
+        tokens_to_come, self.window_tokens = self.window_tokens, refused.begin.tokens
         self._window, self.window_size = refused.window, len(refused.window.batches)
         self._micro, self.rerunning = 0, True
         self._measure.pause(True)
@@ -327,15 +381,36 @@ class Coordinator:
                 for index, batch in enumerate(batches):
                     yield batch
                     self._check_micro(index)
-        finally:
-            self._measure.pause(False)
-            self.rerunning, self._window, self.window_tokens = False, None, tokens_to_come
-        try:
-            origin = self._rerun.agree(refused)
+            origin, confirmation = self._rerun.agree(refused)
         except ExchangeFailed as error:
             self._exchange_works = False
             return self._guard_failed(error)
-        self._tell("nan_origin", origin)
+        finally:
+            self._measure.pause(False)
+            self.rerunning, self._window, self.window_tokens = False, None, tokens_to_come
+        if origin is not None:
+            self._tell("nan_origin", origin)
+        if confirmation is not None:
+            self._tell("confirmation", asdict(confirmation))
+            self._settle_held(refused, confirmation)
+
+    def _settle_held(self, refused: Refused, confirmation: Confirmation) -> None:
+        """The step was held at the gate: judge its first run again, knowing what the second has shown."""
+        try:
+            judgement = self._conclude(refused.judgement.observation, refused.judgement.findings, confirmation)
+            if judgement.decision.action == "apply":  # its gradients are gone
+                decision = replace(judgement.decision, action="retry", reason="the second run was as it should be")
+                judgement = replace(judgement, decision=decision)
+            self._confirm(judgement.decision)
+        except Exception as error:
+            self._exchange_works = not isinstance(error, ExchangeFailed)
+            return self._guard_failed(error)
+        self._digest = judgement.decision.digest()
+        self._window = refused.window
+        try:
+            self._act(judgement, refused.table, looked_at=refused.probed)
+        finally:
+            self._window = None
 
     def _check_micro(self, index: int) -> None:
         if self._micro != index + 1:
@@ -351,6 +426,9 @@ class Coordinator:
                 f"guard.backward was called {self._backwards} times for {self._micro} micro-steps: the guard cannot see the loss"
             )
         upcoming = self.feed.peek()  # outside: what the user's loader raises is the user's, not a failure of the guard
+        if self._after_retry is not None:  # fetching the window in hand drew random numbers when the attempt first ran
+            restore_rng(self._after_retry, self.engine.device)
+            self._after_retry = None
         problem: Exception | None = None
         try:
             record = self._record(upcoming)
@@ -375,11 +453,14 @@ class Coordinator:
         self._note_next(table)
         try:
             judgement = self._judge(table)
+            if self._hold(judgement, table):
+                return
         except Exception as error:
             # The judge is pure, so this happens on all ranks alike. Should a rank be alone, the flag in its next row
             # takes the others along: until then it keeps exchanging.
             self._guard_failed(error)
-            self.guarded = True
+            self.guarded = not isinstance(error, ExchangeFailed)
+            self._exchange_works = self.guarded
             self._pending_flags |= Flag.GUARD_FAILED
             return self._apply_unguarded()
         self._digest = judgement.decision.digest()
@@ -400,6 +481,11 @@ class Coordinator:
         for name, value in evaluated.items():
             setattr(record, name, value)
         record.digest = self._digest
+        self._plan = self.engine.check_plan()
+        record.check_plan = self._plan.digest() if self._plan is not None else 0.0
+        if self._second_look is not None and self._fingerprints is not None:
+            self._second_look.fill(record)
+            self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))
         dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
         record.flags = self._pending_flags | dropped | self._contracts.flags(self.applied)
         if self._desk is not None:
@@ -407,18 +493,58 @@ class Coordinator:
         return record
 
     def _judge(self, table: StepTable) -> Judgement:
-        assert self.judge is not None
-        judgement = self.judge.judge(
-            table,
-            dynamic_scale=self.engine.dynamic_loss_scale(),
-            targets=lambda onset: len(self.ring.targets(onset)),
-        )
+        assert self.judge is not None and self._second_look is not None
+        self._agree_on_plan(table)
+        observation, findings = self.judge.see(table)
+        findings = self._second_look.look(observation, findings)
+        judgement = self._conclude(observation, findings)
+        if judgement.verdict is not None and wants_probe(judgement.verdict):
+            links = self._second_look.links()
+            if links is not None:
+                self._tell("links", {"step": table.step, **asdict(links)})
+                judgement = self._conclude(observation, findings, links=links)
         judgement, self.outer.lr_factor = granted(
             judgement, table, self.outer.lr_factor, lambda onset: len(self.ring.targets(onset))
         )
         if judgement.decision.action != "apply":
             self._confirm(judgement.decision)
         return judgement
+
+    def _conclude(
+        self,
+        observation: Observation,
+        findings: tuple[Finding, ...],
+        confirmation: Confirmation | None = None,
+        links: LinkReport | None = None,
+    ) -> Judgement:
+        assert self.judge is not None
+        return self.judge.conclude(
+            observation,
+            findings,
+            dynamic_scale=self.engine.dynamic_loss_scale(),
+            targets=lambda onset: len(self.ring.targets(onset)),
+            hosts=self._hosts,
+            links=links,
+            confirmation=confirmation,
+            lr_change=self._lrs[1] / self._lrs[0] if self._lrs[0] > 0 else 1.0,
+        )
+
+    def _hold(self, judgement: Judgement, table: StepTable) -> bool:
+        """Hold the step, if a rank is to be run again before anything is decided about it: batches() delivers the window
+        once more. True if it is held."""
+        if self._rerun is None or self._window is None or judgement.verdict is None:
+            return False
+        self._refused = self._rerun.confirm(judgement, table, self._window, wants_confirmation(judgement.verdict))
+        if self._refused is None:
+            return False
+        self.engine.abandon()
+        return True
+
+    def _agree_on_plan(self, table: StepTable) -> None:
+        """The cells of the reduction check ride in every row from the next one on, once all ranks have the same plan."""
+        plans = table.column("check_plan")
+        alike = bool((plans == plans[0]).all())
+        self.exchange.plan = self._plan if alike and plans[0] != 0 else None
 
     def _confirm(self, decision: Decision) -> None:
         """Before anything but `apply`: all ranks show their decision, so that none acts alone. Rare, so it may cost a
@@ -431,7 +557,8 @@ class Coordinator:
                 f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}"
             )
 
-    def _act(self, judgement: Judgement, table: StepTable) -> None:
+    def _act(self, judgement: Judgement, table: StepTable, looked_at: bool = False) -> None:
+        """looked_at: where the NaN of this attempt began is known already."""
         decision, window = judgement.decision, self._window
         assert self.judge is not None and window is not None
         self.outer.attempts += 1
@@ -443,16 +570,20 @@ class Coordinator:
         first = self.judge.ladder.refused_in_a_row == 0
         if decision.incident and self._scene is not None and first:
             self._scene(decision, window.batches, self.engine)
-        if self._rerun is not None:
-            self._rerun.consider(judgement, window, first)
+        if self._rerun is not None and decision.action == "skip" and not looked_at:
+            self._refused = self._rerun.origin(judgement, table, window, first)
         applied, target, excluded = False, None, None
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
         alarms = self.judge.settle(judgement, applied)
         self.outer.policy = self.judge.ladder.state_dict()
-        self.outer.skipped += not applied  # before a rollback: the counters add up in the checkpoint that it commits
+        self.outer.retried += decision.action == "retry"
+        # Before a rollback: the counters add up in the checkpoint that it commits.
+        self.outer.skipped += not applied and decision.action != "retry"
         if decision.action == "skip":
             self.engine.skip(decision.overflow)
+        elif decision.action == "retry":
+            self._run_it_again(judgement, table, window)
         elif decision.action == "rollback":
             target, excluded = self._roll_back(decision, further_back)
         report = step_report(
@@ -468,26 +599,40 @@ class Coordinator:
         self._listeners.tell("step", report)
         for alarm in alarms:
             self._tell("alarm", asdict(alarm))
+        if alarms and not decision.incident:
+            self._tell_verdict(judgement)
         if decision.incident:
             self._keep_outer()
             self._listeners.tell("incident", incident_report(judgement, target, excluded))
         if decision.action == "stop":
             self.engine.skip(False)
-            raise StopRequested(f"step {decision.step}: {decision.reason}{self._kept()}")
+            raise StopRequested(f"step {decision.step}: {decision.reason}{self._saver.kept()}")
+        if decision.action == "retry":  # no quiescent point: its window is still to be trained on
+            sent = int(table.column("flags")[self.exchange.rank])
+            self._pending_flags |= sent & (Flag.CHECKPOINT | Flag.PREEMPTED)  # asked for again at the next gate
+            return
         self._commit(applied, table)
         if self._desk is not None:
-            saved = self._last_checkpoint == self.applied
+            saved = self._saver.last == self.applied
             self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
+
+    def _run_it_again(self, judgement: Judgement, table: StepTable, window: Window) -> None:
+        """The same window is the next attempt at this step, as if this one had not been."""
+        assert self._rerun is not None
+        self.engine.abandon()
+        self._again = self._rerun.again(judgement, table, window)
+        self._after_retry = capture_rng(self.engine.device)
 
     def _apply(self, grad_norm: float | None, knobs: Knobs) -> bool:
         """Optimizer step, schedule and counters move together. False if the engine refused the step by itself."""
-        before = self.engine.counters().steps
+        before, lr = self.engine.counters().steps, self.engine.lr()
         with self._measure.stepping(self.step_index) if self._measure and self.guarded else nullcontext():
             self.engine.apply(grad_norm, knobs)
         applied = self.engine.counters().steps == before + 1
         if applied:
             self.applied += 1
             self.outer.applied += 1
+            self._lrs = (self._lrs[1], lr * knobs.lr_factor)
         else:
             self._tell("warning", {"message": f"the engine refused step {self.step_index} by itself"})
         self._contracts.remember_lr()
@@ -544,7 +689,7 @@ class Coordinator:
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
         self._contracts.remember_lr()
         self._hello()
-        if self._store is not None and self._checkpoint.every > 0:
+        if self._saver.periodic:
             # The newest commit is what a restart takes: from now on this state, not a later one from the bad stretch.
             self._save(self._state.capture(snapshot.step, decision.attempt))
         return snapshot.step, excluded
@@ -559,54 +704,27 @@ class Coordinator:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
-        if self._store is None or not self._exchange_works or self.applied == self._last_checkpoint:
+        if not self._exchange_works:
             return  # without votes no checkpoint can be committed
-        every = self._checkpoint.every
-        if asked or (applied and every > 0 and self.applied % every == 0):
-            self._save(snapshot or self._state.capture(self.applied, self.outer.attempts))
-
-    def _save(self, snapshot: Snapshot) -> None:
-        assert self._store is not None
-        steps = self._contracts.engine_steps()
-        if steps != snapshot.step or self.feed.position != snapshot.position:
-            raise CounterMismatch(
-                f"not saved: step {snapshot.step}, engine {steps}, "
-                f"data window {self.feed.position} against {snapshot.position}"
-            )
         try:
-            finite = bool(torch.isfinite(self.engine.weight_sq_share()))
-            health = Health(finite=self.exchange.vote(finite, snapshot.step), level=self._level())
-            saved = self._store.save(snapshot, self.outer.as_dict(), health)
+            self._saver.save_if_due(self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot)
         except ExchangeFailed as error:  # nothing was committed, and training does not depend on it
             self._exchange_works = False
-            return self._guard_failed(error)
-        if saved:
-            self._last_checkpoint = snapshot.step
-            if self._last_evaluation[0] == snapshot.step:
-                self._store.evaluated(*self._last_evaluation)
-            self._tell("checkpoint", {"step": snapshot.step})
-        elif self._checkpoint.on_failure == "abort":
-            raise GuardError(
-                f"the checkpoint of step {snapshot.step} could not be saved (checkpoint.on_failure: abort)"
-            )
-        else:
-            self._tell(
-                "warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"}
-            )
+            self._guard_failed(error)
 
-    def _kept(self) -> str:
-        """The best checkpoint, in words; only rank 0 looks."""
-        best = self._store.best() if self._store is not None and self.exchange.rank == 0 else None
-        if best is None:
-            return ""
-        return f"; best evaluation at step {best.manifest.step} ({best.manifest.health.eval_loss:.4g}), checkpoint kept"
+    def _save(self, snapshot: Snapshot) -> None:
+        try:
+            self._saver.save(snapshot, self.outer)
+        except ExchangeFailed as error:
+            self._exchange_works = False
+            self._guard_failed(error)
 
     def _level(self) -> str:
         return self.judge.level().letter if self.judge is not None and self.guarded else ""
 
     def save_final(self) -> None:
         """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
-        if self._checkpoint.every > 0:
+        if self._saver.periodic:
             self._save_if_due(applied=True, asked=True, snapshot=None)
 
     # -- data -----------------------------------------------------------------------------------------------------
@@ -679,6 +797,13 @@ class Coordinator:
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._listeners.tell("event", kind, fields)
+
+    def _tell_verdict(self, judgement: Judgement) -> None:
+        """What is behind a warning, when that can be said. An incident says it itself."""
+        verdict = judgement.verdict
+        if verdict is not None and verdict.cause != "unknown":
+            about = {k: v for k, v in asdict(verdict).items() if k not in ("findings", "severity", "scale_overflow")}
+            self._tell("verdict", {"step": judgement.decision.step, "attempt": judgement.decision.attempt, **about})
 
     def _report_unguarded(self) -> None:
         """A sign of life now and then: this rank's last micro-step's loss, and nothing that was not measured."""

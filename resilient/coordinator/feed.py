@@ -11,6 +11,7 @@ batches are read and dropped.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from resilient.checkpoint.rng import capture_rng, restore_rng
+from resilient.coordinator.fingerprints import batch_digest
 from resilient.errors import DataPositionError
 
 
@@ -32,6 +34,7 @@ class Window:
     longest: float = 0.0  # longest sequence, in tokens that carry loss
     empty: float = 0.0  # share of positions that carry no loss
     padding: bool = False  # delivered only to keep this rank in step; carries no loss
+    digest: Any = math.nan  # of the content, see batch_digest; NaN: not asked for, unreadable, or no token carries loss
 
 
 @dataclass
@@ -92,6 +95,7 @@ class WindowFeed:
     accumulation: micro-batches per window.
     tail: what happens to an incomplete window at the end of an epoch (BR-18): drop it, flush it as a short window, or
         carry it into the next epoch.
+    digests: fingerprint what is delivered, before the loop can change it (S18).
     """
 
     def __init__(
@@ -101,12 +105,14 @@ class WindowFeed:
         *,
         tail: Literal["drop", "flush", "carry"] = "drop",
         tokens: Callable[[Any], float] = count_tokens,
+        digests: bool = True,
     ) -> None:
         self.loader = loader
         self.accumulation = accumulation
         self.tail = tail
         self.exact = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._tokens = tokens
+        self._digests = digests
         self._iterator: Iterator[Any] | None = None
         self._at = _Position()
         self._before_pending = _Position()  # state to come back to: before the prefetched window
@@ -188,7 +194,10 @@ class WindowFeed:
             self._at.window += 1
             if not any(first <= index < last for first, last in self._at.excluded):
                 longest, empty = sequence_lengths(batches)
-                return Window(index, batches, sum(self._tokens(b) for b in batches), longest, empty)
+                tokens = sum(self._tokens(b) for b in batches)
+                # Windows without loss are alike on many ranks, and nobody is trained on them.
+                digest = batch_digest(batches) if self._digests and tokens > 0 else math.nan
+                return Window(index, batches, tokens, longest, empty, digest=digest)
 
     def _next_batch(self) -> Any:
         if self._at.ended:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from resilient.detectors import Monitor
 from resilient.diagnosis import diagnose
 from resilient.policies import Ladder
-from resilient.signals import Alarm, Decision, Finding, Observation, StabilityLevel, StepTable, Verdict
+from resilient.signals import (
+    Alarm,
+    Confirmation,
+    Decision,
+    Finding,
+    LinkReport,
+    Observation,
+    StabilityLevel,
+    StepTable,
+    Verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,40 @@ class Judge:
         self.monitor = monitor
         self.ladder = ladder
 
-    def judge(self, table: StepTable, *, dynamic_scale: bool, targets: Callable[[int], int]) -> Judgement:
-        """targets(onset_step): how many snapshots lie safely before that step."""
+    def see(self, table: StepTable) -> tuple[Observation, tuple[Finding, ...]]:
+        """What there is to be seen in the table."""
         observation = table.observation()
-        findings = self.monitor.observe(observation)
+        return observation, self.monitor.observe(observation)
+
+    def conclude(
+        self,
+        observation: Observation,
+        findings: tuple[Finding, ...],
+        *,
+        dynamic_scale: bool,
+        targets: Callable[[int], int],
+        hosts: Sequence[str] = (),
+        links: LinkReport | None = None,
+        confirmation: Confirmation | None = None,
+        lr_change: float = 1.0,
+    ) -> Judgement:
+        """What it means and what to do. targets(onset_step): how many snapshots lie safely before that step. hosts: of
+        the ranks. links, confirmation: what a second look has shown, the same on every rank. lr_change: LR of the last
+        applied step over that of the one before."""
         verdict = diagnose(
             observation,
             findings,
             dynamic_scale=dynamic_scale,
             refused_in_a_row=self.ladder.refused_in_a_row,
             weights_proven=self.ladder.weights_proven,
+            hosts=hosts,
+            links=links,
+            confirmation=confirmation,
+            lr_change=lr_change,
         )
         available = targets(verdict.onset_step) if verdict is not None else 0
-        decision = self.ladder.decide(verdict, step=table.step, attempt=table.attempt, targets=available)
+        step, attempt = observation.step, observation.attempt
+        decision = self.ladder.decide(verdict, step=step, attempt=attempt, targets=available)
         return Judgement(observation, findings, verdict, decision)
 
     def settle(self, judgement: Judgement, applied: bool) -> tuple[Alarm, ...]:

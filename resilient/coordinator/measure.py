@@ -161,6 +161,7 @@ class Measurement:
             leftover_sq=0.0 if self._leftover is None else self._leftover,
             update_sq_share=math.nan if update is None else update.sq_share.sum(),
             layers=layers,
+            checks=taps.checks,
         )
 
     def _look_for_leftovers(self) -> torch.Tensor | None:

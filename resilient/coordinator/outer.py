@@ -15,14 +15,16 @@ from resilient.checkpoint.files import write_json
 
 @dataclass
 class Outer:
-    """Cumulative over the whole run. attempts == applied + skipped; applied - steps_lost == the step in force.
+    """Cumulative over the whole run. attempts == applied + skipped + retried; applied - steps_lost == the step in force.
 
-    skipped: refused attempts, whatever followed (skip, overflow, rollback, stop).
+    skipped: refused attempts, whatever followed (skip, overflow, rollback, stop). retried: refused ones whose window was
+    run again as the next attempt.
     """
 
     attempts: int = 0
     applied: int = 0
     skipped: int = 0
+    retried: int = 0
     nonfinite_loss: int = 0  # summed over ranks and micro-steps
     nonfinite_grad: int = 0  # attempts whose gradient was not finite on some rank although its loss was
     rollbacks: int = 0
@@ -33,8 +35,11 @@ class Outer:
 
     def problem(self, step: int) -> str | None:
         """What does not add up in the bookkeeping when `step` is the step in force (BR-44)."""
-        if self.attempts != self.applied + self.skipped:
-            return f"{self.attempts} attempts are not {self.applied} applied and {self.skipped} skipped ones"
+        if self.attempts != self.applied + self.skipped + self.retried:
+            return (
+                f"{self.attempts} attempts are not {self.applied} applied, {self.skipped} skipped and "
+                f"{self.retried} retried ones"
+            )
         if self.applied - self.steps_lost != step:
             return f"{self.applied} applied and {self.steps_lost} lost steps do not make step {step}"
         return None

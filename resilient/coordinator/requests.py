@@ -120,7 +120,7 @@ def granted(
     asked, decision = float(table.column("asked")[0]), judgement.decision
     if table.ranks_flagged(Flag.LR):
         lr_factor = asked
-    if table.ranks_flagged(Flag.ROLLBACK) and decision.action in ("apply", "skip"):
+    if table.ranks_flagged(Flag.ROLLBACK) and decision.action in ("apply", "retry", "skip"):
         onset = min(int(asked), table.step) if asked else table.step
         if targets(onset) > 0:
             verdict = Verdict("unknown", Severity.ACT, (), onset, 0.0, (_ASKED,), judgement.findings)

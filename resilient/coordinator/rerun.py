@@ -1,25 +1,33 @@
-"""A refused window, run once more to see where its NaN began (T6).
+"""A window run once more, because of what its first run showed.
+
+    retry     the attempt was refused and its data is not to blame: the same window is the next attempt at the step
+    origin    a refused window only looked at, with hooks, to see where its NaN began (T6)
+    confirm   the gate holds the step while a suspect rank's window runs again: on that rank, and at the same time on a
+              peer with the same weights, batch and random numbers. What differs on the same rank was a passing fault of
+              its hardware; what is bad on the suspect and clean on the peer is that machine; bad on both is the data (C2)
 
 The guard cannot call the user's forward, so the window goes through the user's own loop again: `batches()` delivers it
-right after the refusal, while the weights still stand where they stood. Every rank takes part, as sharded engines need;
-all decide it from the same table. The result is dropped: gradients, buffers, counters and random streams are as they
-were after the refusal, and training goes on as if nothing had been (a test holds a run against its twin without).
+while the weights still stand where they stood. Every rank takes part, as sharded engines need; all decide it from the same
+table. An origin or confirm run is dropped: gradients, buffers, counters and random streams are as they were before it.
 
 What the window meets again: its micro-batches, the weights, torch's random streams of CPU and device and Python's, the
 weight of its tokens. Not NumPy's stream, whose state is too costly to note before every window, nor generators and
-counters of the loop's own: `Guard.rerunning` tells a loop when it is looked at.
+counters of the loop's own: `Guard.rerunning` tells a loop when it is only looked at.
 
-Limits: only the first refusal in a row, only a skip (a rollback or a stop moves or ends what would be looked at), only
-so many re-runs a start. The probe looks for half of the exchange's deadline at most.
+Limits: so many runs a start; the probe looks for half of the exchange's deadline at most; a batch that is larger than 256 MB or
+that `torch.load(weights_only=True)` refuses does not travel to a peer.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import random
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from resilient.checkpoint.rng import capture_rng, restore_rng
@@ -27,7 +35,9 @@ from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window
 from resilient.coordinator.judge import Judgement
 from resilient.engines.base import Engine, Taps
-from resilient.signals import Decision, Kind, StepRecord
+from resilient.signals import Confirmation, Kind, StepRecord, StepTable
+
+_MOST_BYTES = 256 << 20
 
 
 class OriginProbe(Protocol):
@@ -42,7 +52,7 @@ class OriginProbe(Protocol):
 
 
 @dataclass(frozen=True)
-class _Begin:
+class Begin:
     """What a window met: random streams of Python, torch on the CPU and the device, and how the loop weighted it."""
 
     python: Any
@@ -50,93 +60,229 @@ class _Begin:
     device: torch.Tensor | None
     tokens: float
 
+    @classmethod
+    def mark(cls, device: torch.device, tokens: float) -> Begin:
+        """About 20 microseconds."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(random.getstate(), torch.get_rng_state(), on_device, tokens)
+
+    def put_back(self, device: torch.device) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
 
 @dataclass(frozen=True)
 class Refused:
-    """A window to run again. tokens: over all ranks, as when it ran."""
+    """A window to run again, and what was made of it.
 
-    decision: Decision
+    table: of its first run. suspect, peer: ranks of a confirm run; peer None: there is nobody else who could run it.
+    probed: with hooks, to see where its NaN began."""
+
+    judgement: Judgement
+    table: StepTable
     window: Window
-    begin: _Begin
-
-    @property
-    def tokens(self) -> float:
-        return self.begin.tokens
+    begin: Begin
+    suspect: int | None = None
+    peer: int | None = None
+    probed: bool = False
 
 
 class Rerun:
-    """One per coordinator. `mark` before each window and `consider` at each refusal; then the coordinator takes what is
-    `due`, hands out `deliver(it)`, and asks for `agree(it)`."""
+    """One per coordinator. `mark` before each window; `origin` or `confirm` at a refusal says whether to look again; then
+    the coordinator hands out `deliver(it)` and asks for `agree(it)`.
 
-    def __init__(self, engine: Engine, exchange: Exchange, probe: OriginProbe, limit: int) -> None:
+    origins, confirmations: how many a start. hosts: of the ranks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        exchange: Exchange,
+        probe: OriginProbe | None,
+        *,
+        origins: int,
+        confirmations: int,
+        hosts: tuple[str, ...] = (),
+    ) -> None:
         self._engine, self._exchange, self._probe = engine, exchange, probe
-        self._left = limit
-        self._begin: _Begin | None = None
-        self._refused: Refused | None = None
+        self._origins = origins if probe is not None else 0
+        self._confirmations = confirmations if exchange.world_size > 1 else 0
+        self._hosts = hosts
+        self._begin: Begin | None = None
+        self._norm = math.nan  # local, of the run that just ended
+        self._sent = False  # the peer has run the suspect's window
         self._finding: dict[str, Any] = {}
 
     def mark(self, tokens: float) -> None:
-        """Note what the window that begins will meet. About 20 microseconds, as long as re-runs are left."""
-        if self._left > 0:
-            device = self._engine.device
-            on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            self._begin = _Begin(random.getstate(), torch.get_rng_state(), on_device, tokens)
+        """Note what the window that begins will meet."""
+        self._begin = Begin.mark(self._engine.device, tokens)
 
-    def consider(self, judgement: Judgement, window: Window, first: bool) -> None:
-        """Plan a re-run of the attempt that was just judged, if it is worth one. first: of a row of refusals."""
+    def again(self, judgement: Judgement, table: StepTable, window: Window) -> Refused:
+        """The window as it ran, to be the next attempt."""
+        assert self._begin is not None
+        return Refused(judgement, table, window, self._begin)
+
+    def origin(self, judgement: Judgement, table: StepTable, window: Window, first: bool) -> Refused | None:
+        """The window, if it is worth a look at where its NaN began. first: of a row of refusals."""
         decision = judgement.decision
-        nonfinite = any(f.statistic == "nonfinite" for f in judgement.findings)
-        worth = nonfinite and first and decision.action == "skip" and decision.incident
-        if worth and self._left > 0 and self._begin is not None:
-            self._left -= 1
-            self._refused = Refused(decision, window, self._begin)
+        worth = _nonfinite(judgement) and first and decision.action == "skip" and decision.incident
+        if not worth or self._origins == 0 or self._begin is None:
+            return None
+        self._origins -= 1
+        return Refused(judgement, table, window, self._begin, probed=True)
 
-    def due(self) -> Refused | None:
-        """The window to run again now, once."""
-        refused, self._refused = self._refused, None
-        return refused
+    def confirm(self, judgement: Judgement, table: StepTable, window: Window, suspect: int | None) -> Refused | None:
+        """The window, if the step is to be held while `suspect` is run again."""
+        decision = judgement.decision
+        if suspect is None or self._confirmations == 0 or self._begin is None or decision.action == "apply":
+            return None
+        self._confirmations -= 1
+        probed = _nonfinite(judgement) and self._origins > 0
+        self._origins -= probed
+        return Refused(judgement, table, window, self._begin, suspect, self._peer(suspect, table), probed)
+
+    def _peer(self, suspect: int, table: StepTable) -> int | None:
+        """Who runs the suspect's window too: a peer on another host if there is one, else the next one."""
+        group = next((g for g in table.peers if suspect in g), ())
+        after = sorted((r for r in group if r != suspect), key=lambda r: (r - suspect) % table.world_size)
+        elsewhere = [r for r in after if self.other_host(suspect, r)]
+        return next(iter(elsewhere or after), None)
+
+    def other_host(self, a: int, b: int | None) -> bool:
+        return b is not None and max(a, b) < len(self._hosts) and self._hosts[a] != self._hosts[b]
 
     def loss(self, loss: torch.Tensor) -> None:
         """The loss of the present micro-step, before its backward."""
-        self._probe.loss(loss)
+        if self._probe is not None:
+            self._probe.loss(loss)
 
     def deliver(self, refused: Refused) -> Generator[Any, None, None]:
-        """The refused micro-batches. However it ends, the engine and the random streams are as before it."""
-        batches = refused.window.batches
+        """The micro-batches to run. However it ends, the engine and the random streams are as before it. Collective:
+        sends the suspect's window to the peer first. Raises ExchangeFailed."""
+        batches, begin = refused.window.batches, refused.begin
+        if refused.suspect is not None:
+            batches, begin = self._swap(refused)
         before = capture_rng(self._engine.device)
         complete = False
+        probe = self._probe if refused.probed else None
         try:
-            self._put_back(refused.begin)
-            self._probe.attach(self._engine.module, self._exchange.timeout.total_seconds() / 2)
+            begin.put_back(self._engine.device)
+            if probe is not None:
+                probe.attach(self._engine.module, self._exchange.timeout.total_seconds() / 2)
             for index, batch in enumerate(batches):
                 self._engine.begin_micro_step(index, len(batches))
-                self._probe.micro_step(index, batch)
+                if probe is not None:
+                    probe.micro_step(index, batch)
                 yield batch
             complete = True
         finally:
-            self._finding = self._probe.finish(self._engine.taps() if complete else None)
+            taps = self._engine.taps() if complete else None
+            self._norm = math.sqrt(float(taps.local_sq)) if taps is not None else math.nan
+            if probe is not None:
+                self._finding = probe.finish(taps)
             self._engine.abandon()
             restore_rng(before, self._engine.device)
 
-    def agree(self, refused: Refused) -> dict[str, Any]:
-        """What all ranks tell about it: the finding of the first rank on which the value came back before the reduction
-        (which carries it to all of them), else after it, else of the first rank that was refused. Collective. Raises
-        ExchangeFailed."""
-        decision = refused.decision
-        finding = {"step": decision.step, "attempt": decision.attempt, **self._finding}
-        self._probe.write(f"{decision.step}-{decision.cause}", decision.attempt, finding)
-        seen = StepRecord(decision.step, decision.attempt, kind=Kind.RERUN, loss=0.0, loss_max=0.0)
-        reduced = finding.get("place") == "reduction"
-        seen.nonfinite_forward = float(finding["reproduced"] and not reduced)
-        seen.nonfinite_backward = float(reduced)
-        table = self._exchange.table(seen)
-        own, carried = (table.ranks_where(table.column(f"nonfinite_{c}") > 0) for c in ("forward", "backward"))
-        again = own or carried
-        told = self._exchange.share(finding, source=(again or decision.ranks or (0,))[0])
-        return {**told, "ranks": list(again or decision.ranks)}
+    def _swap(self, refused: Refused) -> tuple[list[Any], Begin]:
+        """What this rank runs: the peer the suspect's window, all others their own."""
+        rank, data = self._exchange.rank, None
+        if rank == refused.suspect:
+            data = _packed(refused.window.batches, refused.begin)
+        received = self._exchange.send_bytes(data, refused.suspect) if refused.peer is not None else b""  # type: ignore[arg-type]
+        self._sent = False
+        if rank == refused.peer and received:
+            window = _unpacked(received, self._engine.device)
+            if window is not None and len(window[0]) == len(refused.window.batches):
+                self._sent = True
+                return window[0], replace(window[1], tokens=refused.begin.tokens)
+        return refused.window.batches, refused.begin
 
-    def _put_back(self, begin: _Begin) -> None:
-        random.setstate(begin.python)
-        torch.set_rng_state(begin.cpu)
-        if begin.device is not None:
-            torch.cuda.set_rng_state(begin.device, self._engine.device)
+    def agree(self, refused: Refused) -> tuple[dict[str, Any] | None, Confirmation | None]:
+        """What all ranks make of the run: where the NaN began, if it was probed, and what it says about the suspect, if
+        there is one. Collective. Raises ExchangeFailed."""
+        decision = refused.judgement.decision
+        seen = StepRecord(decision.step, decision.attempt, kind=Kind.RERUN, loss=0.0, loss_max=0.0)
+        seen.local_grad_norm, seen.asked = self._norm, float(self._sent)
+        finding = {"step": decision.step, "attempt": decision.attempt, **self._finding}
+        if refused.probed and self._probe is not None:
+            self._probe.write(f"{decision.step}-{decision.cause}", decision.attempt, finding)
+            reduced = finding.get("place") == "reduction"
+            seen.nonfinite_forward = float(finding["reproduced"] and not reduced)
+            seen.nonfinite_backward = float(reduced)
+        table = self._exchange.table(seen)
+        origin = self._told(refused, table, finding) if refused.probed else None
+        return origin, self._confirmation(refused, table) if refused.suspect is not None else None
+
+    def _told(self, refused: Refused, table: StepTable, finding: dict[str, Any]) -> dict[str, Any]:
+        """The finding of the first rank on which the value came back before the reduction (which carries it to all of
+        them), else after it, else of the first rank that was refused."""
+        its_own = table.column("asked") == 0  # a peer has run the suspect's window
+        own, carried = (
+            table.ranks_where((table.column(f"nonfinite_{c}") > 0) & its_own) for c in ("forward", "backward")
+        )
+        again, refused_ranks = own or carried, refused.judgement.decision.ranks
+        told = self._exchange.share(finding, source=(again or refused_ranks or (0,))[0])
+        return {**told, "ranks": list(again or refused_ranks)}
+
+    def _confirmation(self, refused: Refused, table: StepTable) -> Confirmation:
+        suspect, peer = refused.suspect, refused.peer
+        assert suspect is not None
+        first = float(refused.table.column("local_grad_norm")[suspect])
+        norms = table.column("local_grad_norm")
+        second = float(norms[suspect])
+        bad = _threshold(refused, first)
+        ran = peer is not None and bool(table.column("asked")[peer])
+        notes = []
+        if not ran:
+            notes.append(
+                "no other rank holds the same model" if peer is None else "its batch could not be sent to a peer"
+            )
+        elif not self.other_host(suspect, peer):
+            notes.append("the peer runs on the same host: a fault of the host itself was not told apart")
+        return Confirmation(
+            rank=suspect,
+            same_again=second == first or (math.isnan(second) and math.isnan(first)),
+            bad_again=not second <= bad,
+            peer=peer if ran else None,
+            peer_bad=not float(norms[peer]) <= bad if ran else None,  # type: ignore[index]
+            other_host=ran and self.other_host(suspect, peer),
+            norms=(first, second, float(norms[peer])) if ran else (first, second),  # type: ignore[index]
+            note="; ".join(notes),
+        )
+
+
+def _threshold(refused: Refused, first: float) -> float:
+    """A local norm beyond this is off like the first: half way, in the logarithm, from what its peers had."""
+    own = refused.table.column("local_grad_norm")
+    assert refused.suspect is not None
+    others = np.delete(own, refused.suspect)
+    others = others[np.isfinite(others)]
+    usual = float(np.median(others)) if len(others) else 0.0
+    return math.sqrt(first * usual) if math.isfinite(first) and first > usual else math.inf
+
+
+def _nonfinite(judgement: Judgement) -> bool:
+    return any(f.statistic == "nonfinite" for f in judgement.findings)
+
+
+def _packed(batches: list[Any], begin: Begin) -> bytes | None:
+    """A window as bytes; None if it does not fit."""
+    buffer = io.BytesIO()
+    torch.save({"batches": batches, "python": begin.python, "cpu": begin.cpu, "device": begin.device}, buffer)
+    return buffer.getvalue() if buffer.tell() <= _MOST_BYTES else None
+
+
+def _unpacked(data: bytes, device: torch.device) -> tuple[list[Any], Begin] | None:
+    """(batches, what they meet) of another rank; None if they are made of what data cannot be made of."""
+
+    def put(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" or device.type == "cpu" else storage.to(device)
+
+    try:
+        window = torch.load(io.BytesIO(data), map_location=put, weights_only=True)
+    except Exception:  # a batch of the user's own classes
+        return None
+    on_device = window["device"]
+    begin = Begin(window["python"], window["cpu"].cpu(), None if on_device is None else on_device.cpu(), 0.0)
+    return list(window["batches"]), begin

@@ -1,7 +1,8 @@
 """Detectors: what the statistics of a run say about it. Pure, numpy only; the same code in a run, over a log, in a simulation.
 
 series      every signal over time: point, level, drift, trend, scale (statistics.py, tail.py, specs.py)
-crossrank   one rank against the others
+crossrank   one rank against the others (peers.py)
+stragglers  ranks and wires that the others wait for
 nonfinite   NaN and Inf, and where they began
 drops       the fp16 loss scale falling
 collapse    silent collapse: evaluation and output statistics
@@ -18,14 +19,20 @@ from resilient.detectors.config import (
     CrossRankConfig,
     DetectorConfig,
     DropsConfig,
+    ReductionConfig,
+    ReplicasConfig,
     SeriesConfig,
+    StragglersConfig,
     Targets,
 )
 from resilient.detectors.crossrank import CrossRankOutlier
 from resilient.detectors.drops import LossScaleDrops
 from resilient.detectors.monitor import Monitor
 from resilient.detectors.nonfinite import NonFinite
+from resilient.detectors.reduction import ReductionCheck
+from resilient.detectors.replicas import Replicas
 from resilient.detectors.series import Series
+from resilient.detectors.stragglers import Stragglers
 
 __all__ = [
     "Collapse",
@@ -38,8 +45,14 @@ __all__ = [
     "LossScaleDrops",
     "Monitor",
     "NonFinite",
+    "ReductionCheck",
+    "ReductionConfig",
+    "Replicas",
+    "ReplicasConfig",
     "Series",
     "SeriesConfig",
+    "Stragglers",
+    "StragglersConfig",
     "Targets",
     "build_detectors",
     "build_monitor",
@@ -53,7 +66,10 @@ def build_detectors(config: DetectorConfig) -> list[Detector]:
     return [
         NonFinite(),
         Series(config.series, config.targets),
-        *(CrossRankOutlier(c) for c in config.cross_rank),
+        *(CrossRankOutlier(c, config.targets) for c in config.cross_rank),
+        ReductionCheck(config.reduction.sigmas, config.reduction.window, config.reduction.lossy),
+        Replicas(repeats=config.replicas.repeats, window=config.replicas.window),
+        Stragglers(config.stragglers),
         LossScaleDrops(config.drops),
         Collapse(config.collapse),
     ]

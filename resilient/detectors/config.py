@@ -42,15 +42,49 @@ class SeriesConfig:
 
 @dataclass(frozen=True)
 class CrossRankConfig:
-    """Outlier across ranks of one per-rank column (detectors/crossrank.py)."""
+    """Outlier across ranks of one per-rank column (detectors/crossrank.py).
+
+    act and warn are least scores: heavy-tailed noise raises them by itself."""
 
     signal: str = "local_grad_norm"
-    act: float = 12.0
+    act: float = 10.0
     warn: float = 8.0
-    floor: float = 0.12
-    history: int = 128
-    min_history: int = 12
-    min_ratio: float = 4.0  # an act finding also needs this factor over the peers
+    floor: float = 0.12  # smallest robust sigma, log units
+    history: int = 128  # steps of memory of what is usual for a rank
+    min_history: int = 12  # steps before a rank is judged
+    accept_after: int = 48  # steps off in a row after which a rank's new place is its usual one
+    min_ratio: float = 3.5  # an act finding also needs this factor over the peers
+    top: int = 4  # ranks with a finding of their own; when more are off, one finding names the worst 16
+
+
+@dataclass(frozen=True)
+class StragglersConfig:
+    """Ranks that the others wait for, and a wire that all wait for (detectors/stragglers.py). Warns at most."""
+
+    start: int = 8  # attempts before times count: compilation, first allocations
+    window: int = 16  # attempts looked back on
+    needed: int = 8  # of those, in which the rank must have been the slow one
+    relative: float = 0.3  # longer compute than the peers' median, as a share of it
+    absolute_s: float = 0.05  # and by this much
+    wire_ratio: float = 3.0  # shortest wait of all ranks, in units of its usual value
+    wire_absolute_s: float = 0.1  # and longer than usual by this much
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """The reduction check: did ranks receive what was sent? (detectors/reduction.py)"""
+
+    sigmas: float = 6.0  # of healthy rounding beyond which a cell fails
+    window: int = 16  # healthy windows behind a cell's usual residual
+    lossy: float = 0.25  # share of what was sent by which a transport may be off from the first window on
+
+
+@dataclass(frozen=True)
+class ReplicasConfig:
+    """Ranks that must hold the same, and ranks that must not be fed the same (detectors/replicas.py)."""
+
+    repeats: int = 3  # windows fed alike before a warning ...
+    window: int = 8  # ... of the last so many
 
 
 @dataclass(frozen=True)
@@ -82,4 +116,7 @@ class DetectorConfig:
     series: SeriesConfig = field(default_factory=SeriesConfig)
     drops: DropsConfig = field(default_factory=DropsConfig)
     collapse: CollapseConfig = field(default_factory=CollapseConfig)
+    reduction: ReductionConfig = field(default_factory=ReductionConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     cross_rank: tuple[CrossRankConfig, ...] = (CrossRankConfig(), CrossRankConfig(signal="loss", floor=0.04))

@@ -1,124 +1,378 @@
 """Outlier across ranks: one rank's value stands out from its peers *and* from its own past (C2, S19).
 
-d_r = log x_r - median over the other peers of log x. With two ranks d is antisymmetric and cannot say whose fault it
-is, so a rank must also stand out from its own history by the same margin: h_r = (log x_r - its own running median).
-Score = min(d_r - usual d_r, h_r) / scale, with one scale per rank from its own accepted residuals. A rank that is
-always larger than the others (heterogeneous data) has a large usual d_r and is not an outlier.
+On x_r = log of a rank's value, with what is usual for the rank (signals/history.py):
+
+    gap_r   = (x_r - offset_r) - median over the other peers of (x - offset)
+    own_r   = x_r - level_r
+    score_r = min(gap_r, 2 own_r) / (sigma_r * widening)
+
+A rank that is always larger than the others (heterogeneous data) has a large offset and is no outlier; one that is always
+noisier has a large sigma. With two ranks the gap is antisymmetric and cannot say whose fault it is: the rank must have
+left its own past, too, by at least half as much. widening: the ranks' present spread against the usual one, when it is
+wider; in a step in which all ranks scatter more, one of them is no outlier.
+
+How far healthy values reach is learned from all ranks together (Exceedances), so that heavy-tailed noise raises the
+thresholds. The other side, a value far too small for three steps in a row (a gradient that is scaled or lost), warns and
+never refuses a step: one small value does no harm, and an easy batch is nobody's fault.
+
+The table (`CrossRankOutlier`) and the sketch (`SketchOutlier`) are judged by the same rules.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from resilient.detectors.config import CrossRankConfig
+from resilient.detectors.config import CrossRankConfig, Targets
+from resilient.detectors.peers import PeerGroups
 from resilient.signals import Finding, Observation, Severity
+from resilient.signals.history import STAYS, RankHistory
+from resilient.signals.sketch import SketchSummary
 
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
-_LEVEL = 9  # accepted values behind a rank's own running median
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_UNCERTAIN = 4.0  # over the root of the ranks: how much wider than usual their spread must be to count as wide
+_LEAST_GROUP = 5  # members from which one outlier does not widen the spread itself
+_NAMED = 16  # ranks that one finding names at most
+_ZERO = 1e-30  # a value of exactly 0 counts as this: far below anything measured
 
 
-class CrossRankOutlier:
-    """One instance per per-rank column. Cost O(world) vectorised; memory O(world * history)."""
+class Exceedances:
+    """How far scores of healthy ranks reach: a Pareto tail beyond a score of 4 (Hill 1975), over all ranks together.
 
-    def __init__(self, config: CrossRankConfig) -> None:
-        self.config = config
-        self.name = f"crossrank/{config.signal}"
-        self._own: deque[np.ndarray] = deque(maxlen=_LEVEL)  # accepted log values, (world,)
-        self._gap: deque[np.ndarray] = deque(maxlen=config.history)  # accepted d, (world,)
-        self._onset: dict[int, int] = {}
+    threshold(rate): the score that one rank of the world exceeds with so many events per step. A prior worth a few events,
+    somewhat heavier than a normal distribution, speaks until there are events. A flagged score counts at most once in 4,096
+    steps and rank, and no further than the threshold: heavy tails visit all ranks, a fault comes back to its own."""
 
-    def observe(self, observation: Observation) -> list[Finding]:
-        x = self._log(observation)
-        if x is None or len(self._gap) < self.config.min_history:
-            return []
-        gap, score = self._scores(x, observation.peers)
-        ratio = np.exp(np.clip(gap, -50, 50))
-        findings = []
-        for rank in np.flatnonzero(score >= self.config.warn):
-            severe = score[rank] >= self.config.act and ratio[rank] >= self.config.min_ratio
-            value = float(observation.per_rank[self.config.signal][rank])
-            findings.append(
-                Finding(
-                    detector=self.name,
-                    signal=self.config.signal,
-                    severity=Severity.ACT if severe else Severity.WARN,
-                    score=float(score[rank]),
-                    step=observation.step,
-                    onset_step=self._onset.get(int(rank), observation.step),
-                    ranks=(int(rank),),
-                    statistic="ranks",
-                    place="loss" if self.config.signal == "loss" else "backward",
-                    value=value,
-                    reference=float(np.exp(x[rank] - gap[rank])),
-                    message=f"{self.config.signal} of rank {rank} is {ratio[rank]:.3g} times its peers' ({score[rank]:.1f} sigmas)",
-                )
-            )
-        return findings
+    START = 4.0
+    _MEMORY = 4096.0  # steps
+    _EVENTS, _STEPS = 1.0, 64.0  # of the prior
+    _SHAPE, _WEIGHT = 0.12, 8.0
 
-    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
-        mine = {r for f in findings if f.detector == self.name for r in f.ranks}
-        for rank in mine:
-            self._onset.setdefault(rank, observation.step)
-        for rank in [r for r in self._onset if r not in mine]:
-            del self._onset[rank]
-        x = self._log(observation)
-        if x is None or mine or not applied:
+    def __init__(self) -> None:
+        self._seen = np.zeros(3)  # steps, events, sum of log(score / START); old ones fade
+        self._step = 0
+        self._flagged: dict[int, int] = {}  # rank -> step at which a flagged score of it has counted
+
+    def threshold(self, rate: float) -> float:
+        steps, events, excess = self._seen
+        frequency = (events + self._EVENTS) / (steps + self._STEPS)
+        shape = (excess + self._WEIGHT * self._SHAPE) / (events + self._WEIGHT)
+        return float(self.START * max(frequency / rate, 1.0) ** shape)
+
+    def learn(self, ranks: np.ndarray, scores: np.ndarray, flagged: Sequence[int], cap: float) -> None:
+        """One step's scores beyond START and whose they are. flagged: ranks of this step's findings."""
+        self._step += 1
+        self._seen *= 1.0 - 1.0 / self._MEMORY
+        self._seen[0] += 1.0
+        if not len(ranks):
             return
-        self._gap.append(_gap_to_peers(x, observation.peers))
-        self._own.append(x)
-
-    def _scores(self, x: np.ndarray, peers: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        gap = _gap_to_peers(x, peers)
-        past = np.stack(self._gap)
-        usual = np.median(past, axis=0)
-        scale = np.maximum(MAD_TO_SIGMA * np.median(np.abs(past - usual), axis=0), self.config.floor)
-        own = x - np.median(np.stack(self._own), axis=0)
-        return gap, np.minimum(gap - usual, own) / scale
-
-    def _log(self, observation: Observation) -> np.ndarray | None:
-        values = observation.per_rank.get(self.config.signal)
-        if values is None or len(values) < 2 or not np.isfinite(values).all() or (values <= 0).any():
-            return None  # non-finite is another detector's business and must not enter a window
-        return np.log(values)
+        counts = scores < cap
+        if not counts.all():
+            self._flagged = {r: s for r, s in self._flagged.items() if self._step - s < self._MEMORY}
+            for i in np.flatnonzero(~counts):
+                rank = int(ranks[i])
+                if rank in flagged and rank not in self._flagged:
+                    self._flagged[rank] = self._step
+                    counts[i] = True
+        self._seen[1] += counts.sum()
+        self._seen[2] += np.log(np.minimum(scores[counts], cap) / self.START).sum()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "own": [v.tolist() for v in self._own],
-            "gap": [v.tolist() for v in self._gap],
-            "onset": {str(k): v for k, v in self._onset.items()},
+            "seen": self._seen.copy(),
+            "step": self._step,
+            "flagged": {str(rank): step for rank, step in self._flagged.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = np.array(state["seen"], dtype=np.float64)
+        self._step = int(state["step"])
+        self._flagged = {int(rank): int(step) for rank, step in state["flagged"].items()}
+
+
+class OutlierJudge:
+    """Scores of ranks -> findings, with the thresholds and the onsets that takes. The same for table and sketch."""
+
+    def __init__(self, name: str, config: CrossRankConfig, targets: Targets) -> None:
+        self.name, self.config = name, config
+        per_step = 1e-4  # targets count per 10,000 steps
+        # A finding about ranks leads to a verdict about a machine or a wire, so it may cost as little as `act`, and one that
+        # refuses a step ten times less.
+        self._rates = (per_step * targets.act, 0.1 * per_step * targets.act)
+        self.high, self.low = Exceedances(), Exceedances()
+        self._onset: dict[int, int] = {}
+
+    def thresholds(self) -> tuple[float, float, float]:
+        """Scores that warn, act, and warn on the low side."""
+        warn, act = (self.high.threshold(rate) for rate in self._rates)
+        low = max(self.low.threshold(self._rates[0]), self.config.act)
+        return max(warn, self.config.warn), max(act, self.config.act), low
+
+    def findings(
+        self,
+        step: int,
+        ranks: np.ndarray,
+        gap: np.ndarray,
+        high: np.ndarray,
+        low: np.ndarray,
+        stays: np.ndarray,
+        value: np.ndarray | None,
+    ) -> list[Finding]:
+        """At most `top` findings of one rank each, worst first; when more ranks are off, one finding that names the worst 16.
+
+        ranks, gap, high, low: of the candidates, any order. stays: bool, off in the STAYS steps before. value: the signal
+        itself, where it is known."""
+        warn, act, least_low = self.thresholds()
+        ratio = np.exp(np.clip(gap, -50.0, 50.0))
+        refuses = (high >= act) & (ratio >= self.config.min_ratio)
+        falls = stays & (low >= least_low) & (ratio * self.config.min_ratio <= 1.0)
+        off = np.flatnonzero((high >= warn) | falls)
+        if not len(off):
+            return []
+        score = np.maximum(high, low)
+        order = off[np.lexsort((ranks[off], -score[off], ~refuses[off]))]  # severity, score, lower rank first
+        groups = np.split(order, len(order)) if len(order) <= self.config.top else [order[:_NAMED]]
+        return [self._finding(step, ranks, gap, score, ratio, refuses, value, g, len(order)) for g in groups]
+
+    def _finding(
+        self,
+        step: int,
+        ranks: np.ndarray,
+        gap: np.ndarray,
+        score: np.ndarray,
+        ratio: np.ndarray,
+        refuses: np.ndarray,
+        value: np.ndarray | None,
+        group: np.ndarray,
+        count: int,
+    ) -> Finding:
+        worst = int(group[0])
+        named = tuple(int(r) for r in ranks[group])
+        told = f"{self.config.signal} of rank {named[0]} is {ratio[worst]:.3g} times what its peers let expect ({score[worst]:.1f} sigmas)"
+        if len(named) > 1:
+            told = f"{count} ranks stand out, the worst {', '.join(map(str, named))}: {told}"
+        known = None if value is None else float(value[worst])
+        return Finding(
+            detector=self.name,
+            signal=self.config.signal,
+            severity=Severity.ACT if refuses[worst] else Severity.WARN,
+            score=float(score[worst]),
+            step=step,
+            onset_step=min(self._onset.get(r, step) for r in named),
+            ranks=named,
+            statistic="ranks",
+            place="loss" if self.config.signal == "loss" else "backward",
+            value=known,
+            reference=None if known is None else float(known * math.exp(-gap[worst])),
+            message=told,
+        )
+
+    def note(self, step: int, findings: Sequence[Finding]) -> list[int]:
+        """Ranks of this detector's own findings; their onsets are remembered for as long as they stay off."""
+        mine = sorted({r for f in findings if f.detector == self.name for r in f.ranks})
+        self._onset = {rank: self._onset.get(rank, step) for rank in mine}
+        return mine
+
+    def learn(self, ranks: np.ndarray, high: np.ndarray, low: np.ndarray, flagged: Sequence[int]) -> None:
+        """One step's scores of the candidates enter the tails."""
+        warn, _, least_low = self.thresholds()
+        for tail, scores, cap in ((self.high, high, warn), (self.low, low, least_low)):
+            far = scores > Exceedances.START
+            tail.learn(ranks[far], scores[far], flagged, cap)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "high": self.high.state_dict(),
+            "low": self.low.state_dict(),
+            "onset": {str(rank): step for rank, step in self._onset.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.high.load_state_dict(state["high"])
+        self.low.load_state_dict(state["low"])
+        self._onset = {int(rank): int(step) for rank, step in state["onset"].items()}
+
+
+class _Look:
+    """One attempt against the past, (world,) arrays; from `observe` to `absorb`."""
+
+    def __init__(self, x: np.ndarray, valid: np.ndarray | None, gap: np.ndarray, share: np.ndarray | float) -> None:
+        self.x, self.valid, self.gap, self.share = x, valid, gap, share
+        self.ranks = np.empty(0, dtype=np.int64)  # those beyond Exceedances.START on either side
+        self.high, self.low = np.empty(0), np.empty(0)  # their scores
+
+
+class CrossRankOutlier:
+    """One instance per per-rank column of the table. O(world) work and memory, whatever the history."""
+
+    def __init__(self, config: CrossRankConfig, targets: Targets | None = None) -> None:
+        self.config = config
+        self.name = f"crossrank/{config.signal}"
+        self._judge = OutlierJudge(self.name, config, targets or Targets())
+        self._history: RankHistory | None = None
+        self._groups: PeerGroups | None = None
+        self._looked: tuple[Observation, _Look | None] | None = (
+            None  # at the attempt being judged, not part of the state
+        )
+
+    def observe(self, observation: Observation) -> list[Finding]:
+        look = self._look(observation)
+        if look is None or not len(look.ranks):
+            return []
+        values = observation.per_rank[self.config.signal]
+        ranks = look.ranks
+        stays = self._history.away[ranks] >= STAYS if self._history is not None else np.zeros(len(ranks), dtype=bool)
+        return self._judge.findings(observation.step, ranks, look.gap[ranks], look.high, look.low, stays, values[ranks])
+
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
+        flagged = self._judge.note(observation.step, findings)
+        look = self._look(observation)
+        self._looked = None
+        if look is None:
+            return
+        if self._history is None or len(self._history) != len(look.x):
+            self._history = self._new_history(len(look.x))
+        if applied:
+            self._judge.learn(look.ranks, look.high, look.low, flagged)
+            teaches = look.valid
+        else:  # a refused step teaches nothing, but a rank that stays off through refusals is being watched all the same
+            teaches = np.zeros(len(look.x), dtype=bool)
+        self._history.learn(look.x, look.gap, look.share, teaches)
+
+    def _new_history(self, world: int) -> RankHistory:
+        c = self.config
+        return RankHistory(world, c.floor, c.history, c.min_history, c.accept_after)
+
+    def _look(self, observation: Observation) -> _Look | None:
+        if self._looked is None or self._looked[0] is not observation:
+            self._looked = (observation, self._look_at(observation))
+        return self._looked[1]
+
+    def _look_at(self, observation: Observation) -> _Look | None:
+        x, valid = self._log(observation)
+        if x is None:
+            return None
+        world = len(x)
+        if self._groups is None or not self._groups.fits(observation.peers, world):
+            self._groups = PeerGroups(observation.peers, world)
+        groups, history = self._groups, self._history
+        if history is None or len(history) != world:
+            history = self._new_history(world)
+        adjusted = x - history.offset
+        gap = adjusted - groups.middle_of_others(adjusted, valid)
+        if valid is not None or not groups.covers:
+            known = np.isfinite(gap)
+            valid = known if valid is None else valid & known
+            gap[~known] = 0.0
+        look = _Look(x, valid, gap, groups.share)
+        if history.points.max() < self.config.min_history:
+            return look
+        far = np.flatnonzero(np.abs(gap) > Exceedances.START * history.sigma)
+        if len(far):
+            far = far[history.points[far] >= self.config.min_history]
+        if len(far):
+            sigma = history.sigma[far] * self._widening(gap / history.sigma, valid)[far]
+            z, own = gap[far] / sigma, 2.0 * (x[far] - history.level[far]) / sigma
+            high, low = np.minimum(z, own), np.minimum(-z, -own)
+            keep = np.maximum(high, low) > Exceedances.START
+            look.ranks, look.high, look.low = far[keep], high[keep], low[keep]
+        return look
+
+    def _widening(self, z: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
+        """(world,) present spread of each rank's group, from the median of |z|, whose usual value is 1 sigma, as far as it is
+        surely larger than that; at least 1."""
+        assert self._groups is not None
+        sizes = self._groups.sizes
+        spread = _MAD_TO_SIGMA * self._groups.median(np.abs(z), valid) / (1.0 + _UNCERTAIN / np.sqrt(sizes))
+        return np.where((sizes >= _LEAST_GROUP) & (spread > 1.0), spread, 1.0)
+
+    def _log(self, observation: Observation) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """(logarithms, ranks that can be compared or None for all); (None, None) when there is nothing to compare.
+
+        Non-finite values are another detector's business, and a rank without tokens has nothing to say."""
+        values = observation.per_rank.get(self.config.signal)
+        if values is None or len(values) < 2:
+            return None, None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            x = np.log(values)
+        tokens = observation.per_rank.get("tokens")
+        if tokens is not None and (tokens.min() > 0.0 or not tokens.any()):
+            tokens = None  # all have some, or nobody knows: says nothing
+        if tokens is None and math.isfinite(x.sum()):
+            return x, None
+        valid = np.isfinite(values) & (values >= 0.0)
+        if tokens is not None:
+            valid &= tokens > 0
+        if valid.sum() < 2 or not values[valid].any():
+            return None, None
+        return np.log(np.where(valid, np.maximum(values, _ZERO), 1.0)), valid
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "judge": self._judge.state_dict(),
+            "history": {} if self._history is None else self._history.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._own = deque((np.asarray(v) for v in state["own"]), maxlen=_LEVEL)
-        self._gap = deque((np.asarray(v) for v in state["gap"]), maxlen=self.config.history)
-        self._onset = {int(k): int(v) for k, v in state["onset"].items()}
+        c = self.config
+        self._judge.load_state_dict(state["judge"])
+        past = state["history"]
+        self._history = (
+            RankHistory.from_state(past, c.floor, c.history, c.min_history, c.accept_after) if past else None
+        )
+        self._looked = None
 
 
-def _gap_to_peers(x: np.ndarray, peers: Sequence[Sequence[int]]) -> np.ndarray:
-    """d_r: each rank's log value minus the median of the *other* members of its peer group. 0 for a rank without peers.
+class SketchOutlier:
+    """The same judgement on a sketch: constant work at any world size. The ranks' histories are kept by the ranks
+    themselves (signals/sketch.py); this keeps what all of them share."""
 
-    Leave-one-out medians from one sort per group: removing an element shifts the middle by at most one place."""
-    gap = np.zeros_like(x)
-    for group in peers:
-        members = np.asarray(group)
-        n = len(members)
-        if n < 2:
-            continue
-        order = np.argsort(x[members], kind="stable")
-        ordered = x[members][order]
-        position = np.empty(n, dtype=np.int64)
-        position[order] = np.arange(n)
-        m = n - 1  # size of the group without the rank
-        lower = _without(ordered, position, (m - 1) // 2)
-        upper = _without(ordered, position, m // 2)
-        gap[members] = x[members] - 0.5 * (lower + upper)
-    return gap
+    _USUAL_RATE = 1 / 64
 
+    def __init__(self, config: CrossRankConfig, targets: Targets | None = None) -> None:
+        self.config = config
+        self.name = f"crossrank/{config.signal}"
+        self._judge = OutlierJudge(self.name, config, targets or Targets())
+        self._usual = np.zeros(2)  # spread over ranks in healthy times, steps it is from
 
-def _without(ordered: np.ndarray, position: np.ndarray, k: int) -> np.ndarray:
-    """The k-th smallest of `ordered` after removing the element at each `position`."""
-    return ordered[np.where(position <= k, k + 1, k)]
+    def observe(self, summary: SketchSummary) -> list[Finding]:
+        ranks, gap, high, low, stays = self._scores(summary)
+        return self._judge.findings(summary.step, ranks, gap, high, low, stays, None)
+
+    def absorb(self, summary: SketchSummary, findings: Sequence[Finding], applied: bool) -> None:
+        flagged = self._judge.note(summary.step, findings)
+        if not applied:
+            return
+        ranks, _, high, low, _ = self._scores(summary)
+        self._judge.learn(ranks, high, low, flagged)
+        spread = summary.spread(self.config.signal)
+        if math.isfinite(spread):
+            self._usual[1] += 1.0
+            rate = max(1.0 / self._usual[1], self._USUAL_RATE)
+            most = np.inf if self._usual[1] == 1 else 2.0 * max(self._usual[0], self.config.floor)
+            self._usual[0] += rate * (min(spread, most) - self._usual[0])
+
+    def _scores(self, summary: SketchSummary) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(ranks, gap, high, low, stays) of the extremes the sketch has kept."""
+        extremes = summary.extremes[self.config.signal]
+        gap = extremes.value - summary.middle_of_others(self.config.signal, extremes.value)
+        known = np.isfinite(gap) & extremes.mature
+        gap = gap[known]
+        widening = 1.0
+        count = summary.compared(self.config.signal)
+        if count >= _LEAST_GROUP and self._usual[1] > 0:
+            usual = max(self._usual[0], self.config.floor) * (1.0 + _UNCERTAIN / math.sqrt(count))
+            widening = max(summary.spread(self.config.signal) / usual, 1.0)
+        sigma = extremes.sigma[known] * widening
+        z, own = gap / sigma, 2.0 * extremes.own[known] / sigma
+        return extremes.ranks[known], gap, np.minimum(z, own), np.minimum(-z, -own), extremes.stays[known]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"judge": self._judge.state_dict(), "usual": self._usual.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._judge.load_state_dict(state["judge"])
+        self._usual = np.array(state["usual"], dtype=np.float64)

@@ -73,7 +73,7 @@ class Windows:
     rows that get one alone are shifted in place."""
 
     def __init__(self, rows: int, width: int, empty: float = 0.0, dtype: type = np.float64) -> None:
-        self._data = np.full((rows, width + _SLACK), empty, dtype=dtype)
+        self._data: np.ndarray = np.full((rows, width + _SLACK), empty, dtype=dtype)
         self._width = width
         self._move(width)
 

@@ -1,22 +1,47 @@
 """Findings -> verdict: the table of DESIGN 5, as far as this attempt's measurements support it.
 
-| local norm of one rank | its loss | verdict |
-| non-finite, dynamic fp16 scale, loss finite | - | precision (an overflow: the scaler's business) |
-| non-finite only after the reduction | finite | communication |
-| outlier | outlier | data (that rank's batch) |
-| outlier | normal | communication suspected (the classic single-rank spike, S19) |
+| what was found | what else is known | verdict |
+|---|---|---|
+| not finite in backward, dynamic fp16 scale, loss finite | - | precision (an overflow: the scaler's business) |
+| not finite only after the reduction | all that was sent is finite | communication; precision if fp16 sums may overflow |
+| not finite on few ranks | no token to learn from there | data |
+| not finite on few ranks | the window run again | as below; else unknown |
+| not finite on most ranks at once | the update or the logits grew before | optimizer |
+| not finite on most ranks at once | nothing grew | precision |
+| the reduction check fails | a probe confirms | communication; a second pass names the receiver |
+| replicas differ | the check holds / there is none | compute / communication suspected |
+| local norm of one rank, its loss too | - | data (that rank's batch) |
+| local norm of one rank, its loss normal | the check holds | compute suspected |
+| local norm of one rank, its loss normal | there is no check | communication suspected (the single-rank spike, S19) |
+| ... any of these | run again there: normal | compute (passing) |
+| ... any of these | off again there, clean on a peer | compute (that machine) |
+| ... any of these | off on the peer too | data |
+| all ranks together | the loss scale fell again and again | precision |
+| all ranks together | the update was off first, or the LR was just raised | optimizer |
+| all ranks together, a reduced norm that no mean can have | there is no check | communication suspected |
 | all ranks together, once | - | data suspected: the same weights were fine one batch ago |
 | all ranks together, on several batches while the weights stood still | - | optimizer: the weights are the common factor |
+| a rank that the others wait for | longest compute / waits in the wire | compute / communication |
+| ranks fed alike, samplers or random streams that disagree | - | data (how it is set up) |
 
 A verdict that is not supported says `unknown`. Confidence is a statement about how many checks stand behind the row,
-not a probability.
+not a probability; `unchecked` says what would have told more. A verdict of `communication` or `compute` is never a reason
+to leave samples out: policies read the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient.signals import Finding, Observation, Severity, Verdict
+from resilient.diagnosis import rerun
+from resilient.diagnosis.case import NOT_PROBED, NOT_RERUN, Case, nothing_to_learn
+from resilient.diagnosis.one_rank import outlier
+from resilient.diagnosis.together import together
+from resilient.diagnosis.wire import fed, reduction, replicas, slow
+from resilient.signals import Confirmation, Finding, LinkReport, Observation, Severity, Verdict
+
+_ABOUT_THE_ATTEMPT = {"nonfinite", "point", "confirmed", "ranks", "check", "replica"}
+_GROWTH = ("update_norm", "adam_lag", "grad_norm", "weight_norm", "logit_max", "attention_logit_max")
 
 
 def diagnose(
@@ -26,106 +51,122 @@ def diagnose(
     dynamic_scale: bool,
     refused_in_a_row: int,
     weights_proven: bool = False,
+    confirmation: Confirmation | None = None,
+    links: LinkReport | None = None,
+    hosts: Sequence[str] = (),
+    lr_change: float = 1.0,
 ) -> Verdict | None:
     """The verdict on one attempt, or None when nothing was found.
 
     dynamic_scale: the engine's loss scale adapts by itself. refused_in_a_row: attempts refused just before this one;
-    the weights have not moved since. weights_proven: they were restored lately and have run cleanly since."""
+    the weights have not moved since. weights_proven: they were restored lately and have run cleanly since.
+    confirmation: of a re-run, where one was made; links: of a probe. hosts: host name of each rank. lr_change: LR of the
+    last applied step over that of the one before it."""
     if not findings:
         return None
     worst = max(map(_weight, findings))
     leading = [f for f in findings if _weight(f) is worst]
-    nonfinite = next((f for f in leading if f.detector == "nonfinite"), None)
-    if nonfinite is not None:
-        return _nonfinite(observation, nonfinite, tuple(findings), dynamic_scale)
-    ranked = [f for f in leading if f.ranks]
+    case = Case(
+        observation,
+        tuple(findings),
+        worst,
+        dynamic_scale,
+        refused_in_a_row,
+        weights_proven,
+        confirmation,
+        links,
+        hosts,
+        lr_change,
+    )
+    by = {
+        s: [f for f in leading if f.statistic == s] for s in ("nonfinite", "check", "replica", "ranks", "batch", "time")
+    }
+    nonfinite = [f for f in by["nonfinite"] if f.place != "reduction"]
+    if nonfinite:
+        return _nonfinite(case, nonfinite[0])
+    if by["check"] or by["nonfinite"]:
+        return reduction(case, [*by["check"], *by["nonfinite"]])
+    if by["replica"] and worst >= Severity.ACT:
+        return replicas(case, by["replica"])
+    ranked = [f for f in by["ranks"] if f.ranks]
     if ranked:
-        return _one_rank(observation, max(ranked, key=lambda f: f.score), tuple(findings), worst)
-    return _all_ranks(max(leading, key=lambda f: f.score), tuple(findings), worst, refused_in_a_row, weights_proven)
+        return outlier(case, ranked)
+    others = [f for f in leading if f.statistic not in ("replica", "batch", "time")]
+    if others and worst >= Severity.ACT:
+        return together(case, others)
+    for found, row in ((by["replica"], replicas), (by["batch"], fed), (by["time"], slow)):
+        if found:
+            return row(case, found)
+    return together(case, leading)
 
 
-_ABOUT_THE_ATTEMPT = {"nonfinite", "point", "confirmed", "ranks"}
+def wants_confirmation(verdict: Verdict) -> int | None:
+    """The rank whose window is worth running again, there and on a peer, before anything is done; None: there is none."""
+    if verdict.severity < Severity.ACT or NOT_RERUN not in verdict.unchecked:
+        return None
+    named = [f for f in verdict.findings if f.statistic in ("ranks", "nonfinite") and set(f.ranks) & set(verdict.ranks)]
+    if not named:
+        return None
+    worst = max(named, key=lambda f: (_weight(f), f.score))
+    return next(r for r in worst.ranks if r in verdict.ranks)
+
+
+def wants_probe(verdict: Verdict) -> bool:
+    """A probe of the links would tell more: the wire is suspected, or has failed, and was not looked at."""
+    return verdict.severity >= Severity.WARN and NOT_PROBED in verdict.unchecked
 
 
 def _weight(finding: Finding) -> Severity:
     """Severity of a finding for the verdict on this attempt. What a slow statistic has seen (level, drift, trend, scale,
-    drop, layers, collapse) is no fault of this attempt: refusing it would cure nothing, so it warns at most."""
+    drop, layers, collapse, time, batch) is no fault of this attempt: refusing it would cure nothing, so it warns at most."""
     return finding.severity if finding.statistic in _ABOUT_THE_ATTEMPT else min(finding.severity, Severity.WARN)
 
 
-def _nonfinite(
-    observation: Observation, finding: Finding, findings: tuple[Finding, ...], dynamic_scale: bool
-) -> Verdict:
-    common = {
-        "severity": Severity.ACT,
-        "ranks": finding.ranks,
-        "onset_step": finding.onset_step,
-        "findings": findings,
-        "place": finding.place,
-    }
-    if finding.place == "backward" and dynamic_scale:
-        scale = observation.values.get("loss_scale", 1.0)
-        evidence = (
-            finding.message,
-            f"loss is finite and the loss scale is {scale:g}: an overflow of the scaled gradient",
+def _nonfinite(case: Case, finding: Finding) -> Verdict:
+    """Before the reduction, where each rank's values are its own (BR-37, T6)."""
+    ranks, onset, place = finding.ranks, finding.onset_step, finding.place
+    if place == "backward" and case.dynamic_scale:
+        scale = case.observation.values.get("loss_scale", 1.0)
+        told = f"loss is finite and the loss scale is {scale:g}: an overflow of the scaled gradient"
+        return case.verdict(
+            "precision", 0.8, (finding.message, told), ranks=ranks, onset=onset, place=place, scale_overflow=True
         )
-        return Verdict(cause="precision", confidence=0.8, evidence=evidence, scale_overflow=True, **common)  # type: ignore[arg-type]
-    if finding.place == "reduction":
-        evidence = (finding.message, "every rank's own gradient was finite before the reduction")
-        return Verdict(cause="communication", confidence=0.8, evidence=evidence, **common)  # type: ignore[arg-type]
-    world = len(next(iter(observation.per_rank.values()), ()))
-    alone = 0 < len(finding.ranks) < max(world, 1)
-    suspicion = (
-        finding.message,
-        "the other ranks were finite on the same weights: that rank's batch or machine"
-        if alone
-        else "seen on all ranks",
-        "batch and machine were not told apart at the gate; see nan_origin if the window was run again",
-    )
-    return Verdict(cause="unknown", confidence=0.5, evidence=suspicion, **common)  # type: ignore[arg-type]
-
-
-def _one_rank(observation: Observation, finding: Finding, findings: tuple[Finding, ...], severity: Severity) -> Verdict:
-    """One rank stands out. Its loss tells whether its batch is odd too: by the cross-rank detector of the loss, which
-    knows how far ranks' losses usually lie apart."""
-    rank = finding.ranks[0]
-    loss = next((f for f in findings if f.signal == "loss" and rank in f.ranks), None)
-    if loss is not None:
-        evidence: tuple[str, ...] = (finding.message, f"its batch is odd too: {loss.message}")
-    else:
-        evidence = (
-            finding.message,
-            f"its loss {float(observation.per_rank['loss'][rank]):.4g} is as usual: its batch looks normal",
-            "the links were not probed and the reduction was not checked",
+    if 0 < 2 * len(ranks) <= case.world:
+        unfed = nothing_to_learn(case, ranks)
+        if unfed:
+            return case.verdict("data", 0.8, (finding.message, unfed), ranks=ranks, onset=onset, place=place)
+        again = rerun.read(case, ranks)
+        told = "the other ranks were finite on the same weights: batch or machine"
+        return case.verdict(
+            again.cause or "unknown",
+            again.confidence or 0.5,
+            (finding.message, told, *again.evidence),
+            ranks=ranks,
+            onset=onset,
+            place=place,
+            unchecked=again.unchecked,
         )
-    return Verdict(
-        cause="communication" if loss is None else "data",
-        severity=severity,
-        ranks=finding.ranks,
-        onset_step=finding.onset_step,
-        confidence=0.6 if loss is None else 0.7,
-        evidence=evidence,
-        findings=findings,
-        place=finding.place,
-    )
-
-
-def _all_ranks(
-    finding: Finding, findings: tuple[Finding, ...], severity: Severity, refused_in_a_row: int, weights_proven: bool
-) -> Verdict:
-    weights_suspected = refused_in_a_row >= 2 and not weights_proven
-    if weights_proven:
-        note = "the weights were restored lately and have run cleanly since: a bad stretch of data"
-    elif refused_in_a_row:
-        note = f"{refused_in_a_row} other batches were refused on the same weights just before"
-    else:
-        note = "the same weights were fine one batch ago"
-    return Verdict(
-        cause="optimizer" if weights_suspected else "data",
-        severity=severity,
-        ranks=(),
-        onset_step=finding.onset_step,
-        confidence=0.6 if weights_suspected or weights_proven else 0.5,
-        evidence=(finding.message, "all ranks rose together", note),
-        findings=findings,
-    )
+    grown = [
+        f
+        for f in case.findings
+        if f.statistic != "nonfinite"
+        and f.severity >= Severity.WARN
+        and f.signal.split("/")[0] in _GROWTH
+        and not f.ranks
+    ]
+    if grown:
+        first = min(grown, key=lambda f: (f.onset_step, -f.score))
+        told = f"the weights were running away before: {first.message}"
+        begun = min(onset, first.onset_step)
+        return case.verdict("optimizer", 0.6, (finding.message, told), ranks=ranks, onset=begun, place=place)
+    if case.world > 1 and ranks:
+        told = (
+            f"on {len(ranks)} of {case.world} ranks at once, each with its own batch: what they share is the weights and the "
+            "number format"
+        )
+        doubt = ("whether the weights themselves are finite", "whether the same batches are finite in fp32")
+        return case.verdict(
+            "precision", 0.5, (finding.message, told), ranks=ranks, onset=onset, place=place, unchecked=doubt
+        )
+    unclear = ("batch, machine and number format were not told apart",)
+    return case.verdict("unknown", 0.5, (finding.message,), ranks=ranks, onset=onset, place=place, unchecked=unclear)

@@ -15,15 +15,15 @@ The engine never decides. `apply` and `skip` are called with the same arguments 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from resilient.engines.layers import Layers
 from resilient.engines.updates import Update
-from resilient.signals import Knobs
+from resilient.signals import CheckPlan, Knobs
 
 EngineState = dict[str, Any]
 """Nested dict/list/tuple of CPU or device tensors and plain Python scalars/strings (loadable by `torch.load(weights_only=True)`)."""
@@ -79,6 +79,7 @@ class Taps:
     layer_sq_share: (groups,) `reduced_sq_share` by layer group (S3).
     reduce_s: host seconds spent in the reduction of gradients, waiting included; collective_s: those of them spent
         waiting for the other ranks (BR-42). On an accelerator both are the time to launch it only.
+    checks: CHECK_COLUMNS name -> (cells,) float64, as `Checks` describes them, unscaled; empty without a check.
     """
 
     local_sq: torch.Tensor
@@ -87,6 +88,22 @@ class Taps:
     layer_sq_share: torch.Tensor
     reduce_s: float = 0.0
     collective_s: float = 0.0
+    checks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CellRows:
+    """One bucket of the window that ended, by rows of 1024 elements, for a second look at a failed check.
+
+    name: of the bucket. before: (rows,) float64 on the device, this rank's part of the mean; after: (rows,) what this
+    rank holds of the reduced gradient, 0 in rows it holds nothing of. held: (rows,) bool, rows it holds any element of.
+    places: for each row, the parameters in it, by name."""
+
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor
+    held: torch.Tensor
+    places: Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,21 @@ class Engine(Protocol):
 
     def taps(self) -> Taps:
         """Measurements of the window that just ended. Call once, after the last backward, before apply/skip."""
+
+    def check_plan(self) -> CheckPlan | None:
+        """What `Taps.checks` is about from now on; None where nothing is reduced, or where the buckets are not known yet
+        (they are after the first window). It may change between windows, on all ranks alike."""
+
+    def check_rows(self, cell: int) -> list[CellRows]:
+        """The buckets of a cell, by rows, of the window whose taps were read last. Before apply or skip. Local."""
+
+    def replicas(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """What is held alike by several ranks: `parameters`, `optimizer`, `buffers` -> groups of global ranks that must
+        hold the same values. A kind that is sharded over all ranks is absent."""
+
+    def replica_digests(self, kind: str) -> Mapping[str, torch.Tensor]:
+        """Name (layer group, or optimizer state of it) -> 0-dim int64 digest on the device, of this rank's values of a
+        kind in `replicas()`. A pass over them; no host sync. The same names on all ranks of a group."""
 
     def leftover_sq(self) -> torch.Tensor | None:
         """Call before the first micro-step of a window: None if no gradient is left from before, else this rank's

@@ -14,6 +14,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
+def rebuilds_buckets(model: DistributedDataParallel) -> bool:
+    """True until DDP has learned the order of the gradients and cut its buckets anew (in its second forward). With
+    find_unused_parameters it never does, unless the graph is static."""
+    return not model._has_rebuilt_buckets and (model.static_graph or not model.find_unused_parameters)
+
+
 class FirstReduction:
     """Watches gradients arrive until DDP has rebuilt its buckets; `reduce` then stands in for one all-reduce a bucket."""
 
@@ -31,10 +37,9 @@ class FirstReduction:
     def lies_ahead(model: DistributedDataParallel) -> bool:
         """True if this model will still rebuild its buckets, and more than two ranks make the order of addition matter.
 
-        With find_unused_parameters DDP never rebuilds. A static graph rebuilds in an order that cannot be seen from here.
+        A static graph rebuilds in an order that cannot be seen from here.
         """
-        world = dist.get_world_size(model.process_group)
-        return world > 2 and not (model._has_rebuilt_buckets or model.find_unused_parameters or model.static_graph)
+        return dist.get_world_size(model.process_group) > 2 and rebuilds_buckets(model) and not model.static_graph
 
     def begin_backward(self) -> None:
         self._arrived.clear()

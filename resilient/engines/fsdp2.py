@@ -1,15 +1,15 @@
 """FSDP2 (`fully_shard`) behind the Engine protocol.
 
 The only private state of torch used here is a module's list of FSDP parameter groups (`_param_groups`): to give a
-replaced reduce-scatter back, to learn a custom divide factor, and to drop gradients of an abandoned window, none of
-which the public API offers (torch 2.13).
+replaced reduce-scatter back, to learn a custom divide factor and which parameters share a reduce-scatter, and to drop
+gradients of an abandoned window, none of which the public API offers (torch 2.13).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,14 +17,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter,
+    ProcessGroupAllocReduceScatter,
+    SymmMemReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from resilient.engines.base import Taps
+from resilient.engines.base import CellRows, Taps
+from resilient.engines.buffers import local
 from resilient.engines.norms import sum_of_squares
+from resilient.engines.reduction_check import BucketLayout, Piece, ReductionCheck
 from resilient.engines.torch_optim import TorchOptimEngine
 from resilient.errors import ConfigError
+from resilient.signals import CheckPlan
+
+_OF_TORCH = (DefaultReduceScatter, ProcessGroupAllocReduceScatter, SymmMemReduceScatter)
 
 
 class FSDP2Engine(TorchOptimEngine):
@@ -32,6 +42,9 @@ class FSDP2Engine(TorchOptimEngine):
     optimizer built from it afterwards.
 
     Precision is the user's MixedPrecisionPolicy. One shard mesh or HSDP (replicas of shards) are both understood.
+    The reduction check has one bucket for each module that `fully_shard` was applied to. There is none with a
+    reduce-scatter or an all-reduce hook of the user's own, of which nobody can say what it returns, and none where a
+    module's mesh is not all ranks.
     Raises ConfigError for a root that is not sharded, for modules with several FSDP parameter groups, and for HSDP
     whose shard dimension is 1 (torch calls no reduce-scatter there, so nothing could be measured: use DDP).
     """
@@ -64,14 +77,21 @@ class FSDP2Engine(TorchOptimEngine):
             device = torch.device(device.type, torch.get_device_module(device).current_device())
         super().__init__(module, optimizer, scheduler, clip, device)
         self.model = model
+        self._holders = _holders(sharded)
         self._ran = False
         self._taps: list[_ReduceScatterTap] = []
+        self._check: ReductionCheck | None = None
         if self._mesh.size() > 1:
             if _shards(sharded) == 1:
                 raise ConfigError(
                     f"the mesh {self._mesh} replicates but does not shard: use DDP, or a mesh that shards"
                 )
             self._attach()
+            if self._is_checkable():
+                self._check = ReductionCheck(self.device, self._holders)
+                for bucket, tap in enumerate(self._taps):
+                    tap.bucket, tap.check = bucket, self._check
+        self._note_buffers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._ran = True
@@ -91,21 +111,55 @@ class FSDP2Engine(TorchOptimEngine):
             return Taps(share.clone(), share, len(grads), by_layer)
         local_sq = sum_of_squares((g for g in grads.values() if not isinstance(g, DTensor)), self.device)
         squares = [square for tap in self._taps for square in tap.squares]
-        for square in squares:
-            local_sq += square
+        if squares:
+            local_sq += torch.stack(squares).sum()
         waited = sum(tap.waited_s for tap in self._taps)
-        return Taps(local_sq, share, len(squares), by_layer, waited, waited)
+        return Taps(local_sq, share, len(squares), by_layer, waited, waited, self._finish_check())
+
+    def check_plan(self) -> CheckPlan | None:
+        return self._check.plan if self._check is not None else None
+
+    def check_rows(self, cell: int) -> list[CellRows]:
+        return self._check.rows(cell) if self._check is not None else []
 
     def close(self) -> None:
         """Gives every FSDP module the reduce-scatter back that it had."""
         for tap in self._taps:
             tap.unit.set_custom_reduce_scatter(tap.inner)
-        self._taps = []
+        self._taps, self._check = [], None
         self._set_sync(True)
 
+    def _is_checkable(self) -> bool:
+        groups = [tap.group for tap in self._taps]
+        return (
+            sorted(self._mesh.mesh.flatten().tolist()) == list(range(dist.get_world_size()))
+            and all(group.mesh_info.mesh == self._mesh for group in groups)
+            and all(isinstance(tap.inner, _OF_TORCH) for tap in self._taps)
+        )
+
+    def _finish_check(self) -> dict[str, torch.Tensor]:
+        if self._check is None:
+            return {}
+        if any(tap.group._all_reduce_hook is not None for tap in self._taps):
+            self._drop_check()
+            return {}
+        for tap in self._taps:
+            if tap.squares:
+                self._check.received(tap.bucket, *tap.received())
+        return self._check.finish()
+
+    def _drop_check(self) -> None:
+        self._check = None
+        for tap in self._taps:
+            tap.check = None
+
     def _attach(self) -> None:
+        names = {id(p): name for name, p in self._params.items()}
+        of_unit = {
+            id(unit): name or type(unit).__name__.removeprefix("FSDP") for name, unit in self.module.named_modules()
+        }
         for unit in self._units:
-            groups = _param_groups(unit)
+            name, groups = of_unit[id(unit)], _param_groups(unit)
             if len(groups) > 1:
                 raise ConfigError(
                     f"{type(unit).__name__} holds several FSDP parameter groups (a mesh per parameter), "
@@ -114,9 +168,20 @@ class FSDP2Engine(TorchOptimEngine):
             for group in groups:
                 if isinstance(group._reduce_scatter_comm, _ReduceScatterTap):
                     raise ConfigError("this FSDP2 model already belongs to an open engine: close() that one first")
-                tap = _ReduceScatterTap(unit, group._reduce_scatter_comm, self._mesh.size(), group)
+                tap = _ReduceScatterTap(name, unit, group._reduce_scatter_comm, self._mesh.size(), group, names)
                 unit.set_custom_reduce_scatter(tap)
                 self._taps.append(tap)
+
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        """Under HSDP the ranks that hold the same shard."""
+        return tuple(zip(*self._holders, strict=True)) if len(self._holders) > 1 else ()
+
+    def _everyone(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(sorted(self._mesh.mesh.flatten().tolist())),) if self._mesh.size() > 1 else ()
+
+    def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
+        """What is in `ignored_params` is the user's: experts that differ from rank to rank, for example."""
+        return isinstance(tensor, DTensor) or not isinstance(tensor, nn.Parameter)
 
     def _weight(self, parameter: nn.Parameter) -> float:
         return _shards(parameter) / self._mesh.size()
@@ -130,6 +195,8 @@ class FSDP2Engine(TorchOptimEngine):
     def _begin_window(self) -> None:
         for tap in self._taps:
             tap.squares, tap.waited_s = [], 0.0
+        if self._check is not None:
+            self._check.begin_window()
 
     def _set_sync(self, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
@@ -148,15 +215,28 @@ class FSDP2Engine(TorchOptimEngine):
 
 
 class _ReduceScatterTap(ReduceScatter):
-    """Notes the squared norm of what each reduce-scatter is given, then lets the module's own one do it."""
+    """Notes the squared norm and the signed sums of what each reduce-scatter is given, then lets the module's own one
+    do it.
 
-    def __init__(self, unit: FSDPModule, inner: ReduceScatter, ranks: int, group: Any) -> None:
+    A reduce-scatter takes the gradients of the module's parameters that have one, cut into as many equal parts as
+    there are shards, padded with zeros. Part after part, each with its share of every parameter: that is the bucket.
+    """
+
+    def __init__(
+        self, name: str, unit: FSDPModule, inner: ReduceScatter, ranks: int, group: Any, names: Mapping[int, str]
+    ) -> None:
         self.unit = unit
         self.inner = inner
+        self.group = group
         self.squares: list[torch.Tensor] = []
         self.waited_s = 0.0  # host seconds in the collective
+        self.bucket = 0
+        self.check: ReductionCheck | None = None
+        self._name = name
+        self._names = names  # id of a parameter -> its name
         self._ranks = ranks
-        self._group = group
+        self._size = self._shards = self._position = 0  # of the last one: elements, ranks, this rank
+        self._layouts: dict[tuple[int, ...], tuple[BucketLayout, tuple[int, ...]]] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inner.allocate(size, dtype=dtype, device=device)
@@ -171,12 +251,49 @@ class _ReduceScatterTap(ReduceScatter):
     ) -> dist.Work | None:
         """input_tensor: all gradients of the module, flat, padded with zeros, divided by `_predivided` by now."""
         square = sum_of_squares([input_tensor], input_tensor.device)
-        factor = self._group.gradient_divide_factor
-        self.squares.append(square * _predivided(input_tensor.dtype, self._ranks if factor is None else factor) ** 2)
+        factor = self._ranks if self.group.gradient_divide_factor is None else self.group.gradient_divide_factor
+        divided = _predivided(input_tensor.dtype, factor)
+        self.squares.append(square * divided**2 if divided != 1 else square)
+        if self.check is not None:
+            self._size, self._shards, self._position = (
+                input_tensor.numel(),
+                dist.get_world_size(group),
+                dist.get_rank(group),
+            )
+            self.check.sent(self.bucket, input_tensor, square, factor / divided)
         started = time.perf_counter()
         work = self.inner(output_tensor, input_tensor, group, op, async_op)
         self.waited_s += time.perf_counter() - started
         return work
+
+    def received(self) -> tuple[BucketLayout | None, list[Piece]]:
+        """This rank's part of the reduced gradient as the optimizer will use it, and where it lies in the bucket; no
+        layout if the sizes do not tell which parameters the reduce-scatter was of."""
+        params = self.group.fsdp_params
+        grads = [p.sharded_param.grad for p in params]
+        every = tuple(i for i, p in enumerate(params) if p.sharded_param.requires_grad)
+        for members in dict.fromkeys((every, tuple(i for i in every if grads[i] is not None))):
+            layout, starts = self._layout(members)
+            if layout.size == self._size:
+                shift = self._position * (self._size // self._shards)
+                found = [
+                    (local(grads[i]), start) for i, start in zip(members, starts, strict=True) if grads[i] is not None
+                ]
+                return layout, _in_one_piece(found, shift, self._size // self._shards)
+        return None, []
+
+    def _layout(self, members: tuple[int, ...]) -> tuple[BucketLayout, tuple[int, ...]]:
+        """Of a reduce-scatter of these parameters; and where each begins in a rank's part."""
+        if members not in self._layouts:
+            spans, at = [], 0
+            for i in members:
+                param = self.group.fsdp_params[i]
+                share = param.padded_sharded_param_size.numel()
+                spans.append((at, at + share, self._names[id(param.sharded_param)]))
+                at += share
+            layout = BucketLayout(self._name, at * self._shards, tuple(spans), self._shards)
+            self._layouts[members] = layout, tuple(start for start, _, _ in spans)
+        return self._layouts[members]
 
 
 def _predivided(dtype: torch.dtype, factor: float) -> float:
@@ -188,6 +305,31 @@ def _predivided(dtype: torch.dtype, factor: float) -> float:
     while factor % before == 0 and factor / before > before:
         before *= 2
     return float(before)
+
+
+def _in_one_piece(grads: Sequence[Piece], start: int, size: int) -> list[Piece]:
+    """grads: by their places in a rank's part of a bucket, which begins at `start` of it and has so many elements. FSDP2
+    leaves them as views of the one tensor that the collective filled; then that is the only piece."""
+    if grads:
+        first, at = grads[0]
+        base = first.data_ptr() - at * first.element_size()
+        whole = first.storage_offset() >= at and first.untyped_storage().nbytes() >= (
+            (first.storage_offset() - at + size) * first.element_size()
+        )
+        if whole and all(
+            g.data_ptr() == base + place * first.element_size() and g.dtype is first.dtype and g.is_contiguous()
+            for g, place in grads
+        ):
+            return [(first.as_strided((size,), (1,), first.storage_offset() - at), start)]
+    return [(g.reshape(-1), start + place) for g, place in grads]
+
+
+def _holders(sharded: DTensor) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that together hold every shard once: all ranks, or under HSDP those of each replica, in the order
+    of their shards."""
+    copies = [dim for dim, placement in enumerate(sharded.placements) if not placement.is_shard()]
+    mesh = sharded.device_mesh.mesh.movedim(copies, list(range(len(copies))))
+    return tuple(tuple(ranks) for ranks in mesh.reshape(-1, _shards(sharded)).tolist())
 
 
 def _shards(tensor: torch.Tensor) -> int:

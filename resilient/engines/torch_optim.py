@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
 from resilient.engines.layers import Layers, Part
+from resilient.engines.replicas import BufferDigests, optimizer_digests, parameter_digests
 from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import CheckpointError, ConfigError
 from resilient.signals import Knobs
@@ -63,6 +64,7 @@ class TorchOptimEngine:
         self._params = dict(module.named_parameters())
         self._group_names = _names_by_group(self._params, optimizer)
         self._buffers = BufferHold(module)
+        self._constant: BufferDigests | None = None
         self.layers = Layers({name: p.numel() for name, p in self._params.items()}, device)
         self._micro_steps = 1
         self._steps = 0
@@ -147,6 +149,28 @@ class TorchOptimEngine:
         position = _position(self.scheduler)
         schedule = None if position is None or self._schedule_start is None else position - self._schedule_start
         return Counters(self._steps, self._skipped, schedule)
+
+    # --- what ranks hold alike ------------------------------------------------------------------------------
+
+    def replicas(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Buffers, where there are any: those that no forward has moved yet (see replicas.BufferDigests)."""
+        found = {}
+        if copies := self._copies():
+            found["parameters"] = copies
+            if not _is_sharded(self.optimizer):
+                found["optimizer"] = copies
+        if self._constant is not None:
+            found["buffers"] = self._everyone()
+        return found
+
+    @torch.no_grad()
+    def replica_digests(self, kind: str) -> dict[str, torch.Tensor]:
+        params = {name: p for name, p in self._params.items() if self._is_copied(name, p)}
+        if kind == "parameters":
+            return parameter_digests(params, self.layers, self.device)
+        if kind == "optimizer":
+            return optimizer_digests(self.optimizer, params, self.layers, self.device)
+        return self._constant.now(dict(self.module.named_buffers())) if self._constant is not None else {}
 
     # --- capture and restore --------------------------------------------------------------------------------
 
@@ -283,6 +307,18 @@ class TorchOptimEngine:
         """1/n for a parameter, or a shard of one, that n ranks hold alike."""
         raise NotImplementedError
 
+    def _copies(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that hold the same of each parameter that `_is_copied`; none if there are no such ranks."""
+        raise NotImplementedError
+
+    def _everyone(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that run the same module; none without other ranks."""
+        raise NotImplementedError
+
+    def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
+        """This parameter or buffer is one that other ranks must hold alike."""
+        raise NotImplementedError
+
     def _measure_norm(self) -> float:
         """Global norm of the reduced gradient, on every rank alike. Collective where gradients are sharded."""
         raise NotImplementedError
@@ -294,6 +330,11 @@ class TorchOptimEngine:
     def _parts(self) -> dict[str, Part]:
         """Which layer group each parameter is of, and how much of it this rank counts. After the subclass is built."""
         return {name: Part(self.layers.of[name], self._weight(p)) for name, p in self._params.items()}
+
+    def _note_buffers(self) -> None:
+        """Last thing when a subclass is built: from here on a buffer that moves is told from one that does not."""
+        buffers = {name: b for name, b in self.module.named_buffers() if self._is_copied(name, b)}
+        self._constant = BufferDigests(buffers, self.device) if buffers and self._everyone() else None
 
     @functools.cached_property
     def _update_tap(self) -> UpdateTap:
@@ -361,6 +402,11 @@ def _names_by_group(params: dict[str, nn.Parameter], optimizer: Optimizer) -> li
             "Build the optimizer from the model after wrapping or sharding it: fully_shard replaces the parameters"
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Each rank keeps the state of its own parameters only (torch's ZeroRedundancyOptimizer)."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,8 +1,18 @@
-"""Typed, composable, seeded faults: `parse` a mapping, then `install` it around engine, data and objective."""
+"""Typed, composable, seeded faults: `parse` a mapping, `install` it around engine, data and objective, and score a verdict
+against its `ground_truth`."""
 
 from resilient.faults.config import (
+    BadReduction,
+    BadSample,
+    Beta2Shock,
+    BitFlip,
+    DroppedMicroStep,
+    EmptyBatch,
     FaultConfig,
     FaultSequence,
+    Fp16Overflow,
+    GradNoise,
+    GradStuck,
     KillRank,
     LrOvershoot,
     NanFault,
@@ -10,14 +20,32 @@ from resilient.faults.config import (
     NoFault,
     PoisonedWindow,
     RankGradSpike,
+    ReplicaDrift,
+    SecondMomentLost,
+    ShuffleMismatch,
+    SkippedReduction,
+    SlowCompute,
+    SlowLink,
+    SwappedRng,
     check_world,
     parse,
 )
 from resilient.faults.install import install
+from resilient.faults.truth import GroundTruth, ground_truth
 
 __all__ = [
+    "BadReduction",
+    "BadSample",
+    "Beta2Shock",
+    "BitFlip",
+    "DroppedMicroStep",
+    "EmptyBatch",
     "FaultConfig",
     "FaultSequence",
+    "Fp16Overflow",
+    "GradNoise",
+    "GradStuck",
+    "GroundTruth",
     "KillRank",
     "LrOvershoot",
     "NanFault",
@@ -25,7 +53,15 @@ __all__ = [
     "NoFault",
     "PoisonedWindow",
     "RankGradSpike",
+    "ReplicaDrift",
+    "SecondMomentLost",
+    "ShuffleMismatch",
+    "SkippedReduction",
+    "SlowCompute",
+    "SlowLink",
+    "SwappedRng",
     "check_world",
+    "ground_truth",
     "install",
     "parse",
 ]

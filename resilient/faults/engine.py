@@ -1,4 +1,4 @@
-"""Faults of one rank's computation, of the optimizer and of the process: the engine is wrapped, never edited.
+"""Faults of one rank's computation and of the process: the engine is wrapped, never edited.
 
 Faults of the computation sit in a forward hook on the module, so they reach the gradients of any engine in the way a
 real fault would: through the graph, before the reduction.
@@ -6,7 +6,6 @@ real fault would: through the graph, before the reduction.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import signal
@@ -19,11 +18,12 @@ from torch.utils import _pytree as pytree
 
 from resilient.engines.base import Engine
 from resilient.errors import ConfigError
-from resilient.faults.config import KillRank, LrOvershoot, NanFault, NanInModule, RankGradSpike
+from resilient.faults.config import Fault, Fp16Overflow, KillRank, NanFault, NanInModule, nearest
 from resilient.faults.proxy import EngineProxy, Trigger
-from resilient.signals import Knobs
 from resilient.train.data import Batch
 from resilient.train.loop import Objective, ObjectiveFn
+
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class OutputFault(EngineProxy):
@@ -36,11 +36,11 @@ class OutputFault(EngineProxy):
         self,
         engine: Engine,
         step: Callable[[], int],
-        fault: NanFault | RankGradSpike,
+        fault: Fault,
         change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(engine, step)
-        self._trigger = Trigger(self, fault.step, repeat=fault.repeat)
+        self._trigger = Trigger(self, fault)
         self._change = change
         self._handle = engine.module.register_forward_hook(self._hook)
 
@@ -70,12 +70,30 @@ def scale_gradient(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def overflow(fault: Fp16Overflow) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same output, or its gradient on the way back, so large that part of it is beyond fp16 and infinite."""
+
+    def beyond(values: torch.Tensor) -> torch.Tensor:
+        peak = values.detach().abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+        values = values.float() * (fault.times * _FP16_MAX / peak)
+        return torch.where(values.abs() > _FP16_MAX, values * math.inf, values)
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        if fault.place == "forward":
+            return beyond(output).to(output.dtype)
+        output = output.view_as(output)
+        output.register_hook(lambda grad: beyond(grad).to(grad.dtype))
+        return output
+
+    return change
+
+
 class LossFault(EngineProxy):
     """NaN in the loss alone; the output stays finite. `objective` is the wrapped objective to train with."""
 
     def __init__(self, engine: Engine, step: Callable[[], int], fault: NanFault, objective: ObjectiveFn) -> None:
         super().__init__(engine, step)
-        self._trigger = Trigger(self, fault.step, repeat=fault.repeat)
+        self._trigger = Trigger(self, fault)
         self._objective = objective
 
     def objective(self, engine: Engine, batch: Batch) -> Objective:
@@ -85,11 +103,21 @@ class LossFault(EngineProxy):
         return result
 
 
+def submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """ConfigError for a path that the model does not have."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in module.named_modules() if name]
+        raise ConfigError(f"fault.module={path}: the model has no such module{nearest(path, names)}") from None
+
+
 class ModuleFault(EngineProxy):
     """One submodule makes a NaN from one micro-batch, whenever that one is read. `objective` is the wrapped objective
     to train with: it knows the batch. Raises ConfigError for a path that the model does not have.
 
-    position: of that micro-batch in the global order of samples.
+    position: of that micro-batch in the global order of samples. sample: the first one in it, which tells one rank's part
+    of it from the others'; None: each rank's.
     """
 
     def __init__(
@@ -99,22 +127,20 @@ class ModuleFault(EngineProxy):
         fault: NanInModule,
         objective: ObjectiveFn,
         position: int,
+        sample: int | None,
     ) -> None:
         super().__init__(engine, step)
-        try:
-            module = engine.module.get_submodule(fault.module)
-        except AttributeError:
-            names = [name for name, _ in engine.module.named_modules() if name]
-            close = difflib.get_close_matches(fault.module, names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"fault.module={fault.module}: the model has no such module{hint}") from None
+        module = submodule(engine.module, fault.module)
         self._change = not_finite if fault.place == "forward" else scale_gradient(math.nan)
-        self._position, self._armed = position, False
+        self._position, self._sample, self._armed = position, sample, False
         self._objective = objective
         self._handle = module.register_forward_hook(self._hook)
 
     def objective(self, engine: Engine, batch: Batch) -> Objective:
-        self._armed = torch.is_grad_enabled() and batch["position"] == self._position
+        here = batch["position"] == self._position
+        if self._sample is not None:
+            here = here and self._sample in batch["ids"].tolist()
+        self._armed = here and torch.is_grad_enabled()
         try:
             return self._objective(engine, batch)
         finally:
@@ -126,20 +152,6 @@ class ModuleFault(EngineProxy):
     def close(self) -> None:
         self._handle.remove()
         super().close()
-
-
-class OvershootEngine(EngineProxy):
-    """The optimizer steps with `factor` times the LR that was decided; the schedule does not notice."""
-
-    def __init__(self, engine: Engine, step: Callable[[], int], fault: LrOvershoot) -> None:
-        super().__init__(engine, step)
-        self._trigger = Trigger(self, fault.step, fault.window, fault.repeat)
-        self._factor = fault.factor
-
-    def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
-        if self._trigger.due():
-            knobs = replace(knobs, lr_factor=knobs.lr_factor * self._factor)
-        super().apply(grad_norm, knobs)
 
 
 class KilledEngine(EngineProxy):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from resilient.engines.base import Counters, Engine, EngineState, Taps
+from resilient.engines.base import CellRows, Counters, Engine, EngineState, Taps
 from resilient.engines.updates import Update
-from resilient.signals import Knobs
+from resilient.faults.config import Fault
+from resilient.signals import CheckPlan, Knobs
 
 
 class EngineProxy:
@@ -27,6 +28,7 @@ class EngineProxy:
         self.layers = engine.layers
         self.step = 0  # being attempted
         self.attempt = 0  # windows begun in this process
+        self.index, self.count = 0, 1  # of the micro-step, 0-based, and how many the window has
         self._read_step = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +41,7 @@ class EngineProxy:
         if index == 0:
             self.step = self._read_step()
             self.attempt += 1
+        self.index, self.count = index, count
         self.inner.begin_micro_step(index, count)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -46,6 +49,18 @@ class EngineProxy:
 
     def taps(self) -> Taps:
         return self.inner.taps()
+
+    def check_plan(self) -> CheckPlan | None:
+        return self.inner.check_plan()
+
+    def check_rows(self, cell: int) -> list[CellRows]:
+        return self.inner.check_rows(cell)
+
+    def replicas(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        return self.inner.replicas()
+
+    def replica_digests(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return self.inner.replica_digests(kind)
 
     def leftover_sq(self) -> torch.Tensor | None:
         return self.inner.leftover_sq()
@@ -92,16 +107,24 @@ class EngineProxy:
 
 class Trigger:
     """Due in the steps [first, first + window), for the whole attempt (all its micro-steps), and in the first attempt
-    at each step only: a replay after a rollback is clean, as with a real transient. repeat: in every attempt."""
+    at each step only: a replay after a rollback is clean, as with a real transient. repeat: in every attempt.
 
-    def __init__(self, proxy: EngineProxy, first: int, window: int = 1, repeat: bool = False) -> None:
+    first, window, repeat: the fault's `step`, `window` (one step without) and `repeat` (false without).
+    """
+
+    def __init__(self, proxy: EngineProxy, fault: Fault, *, repeat: bool | None = None) -> None:
         self._proxy = proxy
-        self._steps = range(first, first + window)
-        self._repeat = repeat
+        self.first: int = getattr(fault, "step")  # noqa: B009  (of every fault that has a trigger)
+        self._window: int | None = getattr(fault, "window", 1)
+        self._repeat: bool = getattr(fault, "repeat", False) if repeat is None else repeat
         self._fired: dict[int, int] = {}  # step -> the attempt it fired in
+
+    def covers(self, step: int) -> bool:
+        """Is `step` one of its steps, whatever was attempted already?"""
+        return self.first <= step and (self._window is None or step < self.first + self._window)
 
     def due(self) -> bool:
         step, attempt = self._proxy.step, self._proxy.attempt
-        if step not in self._steps:
+        if not self.covers(step):
             return False
         return self._repeat or self._fired.setdefault(step, attempt) == attempt

@@ -95,7 +95,13 @@ class Guard:
         exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s)
         self.rank, self.world = exchange.rank, exchange.world_size
         _no_one_way_data(data)
-        feed = WindowFeed(data, _accumulation(model, accumulation), tail=guard.on_epoch_tail, tokens=tokens)
+        feed = WindowFeed(
+            data,
+            _accumulation(model, accumulation),
+            tail=guard.on_epoch_tail,
+            tokens=tokens,
+            digests=self.policy.mode != "off",
+        )
         judge = None
         if self.policy.mode == "off":
             engine.close()  # no hook, no tap: nothing is measured

@@ -7,6 +7,14 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class RetryConfig:
+    """Run the same window again at once, for a fault of a machine or of the wire: most of them pass. max_in_a_row: times
+    in a row before going back instead. A retry counts as a refused attempt in the budget of `skip`."""
+
+    max_in_a_row: int = 2
+
+
+@dataclass(frozen=True)
 class SkipConfig:
     """Refuse the step. max_in_a_row: refused attempts before going back instead. stretch: the same, once restored weights
     have run cleanly again: then the data is the suspect, and a bad stretch of it is passed over batch by batch.
@@ -42,6 +50,7 @@ class PolicyConfig:
 
     name: str = "default"
     mode: Literal["act", "observe", "off"] = "act"
+    retry: RetryConfig = field(default_factory=RetryConfig)
     skip: SkipConfig = field(default_factory=SkipConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     on_collapse: Literal["continue", "stop", "rollback"] = "continue"

@@ -2,9 +2,12 @@
 
     nothing found, or only a warning        apply
     fp16 overflow of a dynamic scale        skip and tell the scaler; an incident only when it does not end (BR-02)
+    machine or wire to blame, passing       retry: the same window is the next attempt, as if this one had not been
     1st..max_in_a_row-th refusal in a row   skip
     the same within a rollback's probation  skip on, up to `stretch`: the restored weights ran cleanly, so it is the data
     then                                    roll back before the onset, skip the data window, cut LR and clip, re-warm
+    machine or wire to blame, again         roll back before the onset; the data are trained on again, LR and clip stay
+    replicas differ (BR-39)                 roll back at once to before they did: the weights themselves are wrong
     budgets used up                         stop, with a report
     silent collapse, if `on_collapse` says  stop early, or roll back before its onset (never a skip)
 
@@ -31,7 +34,9 @@ class Ladder:
         self.refused_in_a_row = 0
         self.rollbacks = 0
         self._overflows_in_a_row = 0
+        self._retries_in_a_row = 0
         self._onset: int | None = None  # of the current run of refusals
+        self._spared = False  # in the current run of refusals machine or wire was to blame: no data are left out for it
         self._skips: deque[int] = deque(maxlen=4096)  # attempts at which a step was skipped
         self._last_rollback: int | None = None  # attempt
         self._repeats = 0  # rollbacks since the last probation that was passed
@@ -66,18 +71,33 @@ class Ladder:
         if verdict.scale_overflow and self._overflows_in_a_row < self.config.max_overflows_in_a_row:
             return Decision("skip", step, attempt, reason="overflow of the loss scale", overflow=True, **found)  # type: ignore[arg-type]
         found["incident"] = True
+        if any(f.statistic == "replica" and f.severity >= Severity.ACT for f in verdict.findings):
+            return self._replicas_differ(verdict, step, attempt, targets, found)
+        not_the_data = verdict.cause in _NO_DATA_SKIP and not verdict.scale_overflow
+        may_refuse = self.skips_left(attempt) > 0
+        if not_the_data and self._retries_in_a_row < self.config.retry.max_in_a_row and may_refuse:
+            return Decision("retry", step, attempt, reason=self._why(verdict), **found)  # type: ignore[arg-type]
         in_a_row = self.refused_in_a_row
         limit = self.config.skip.stretch if self.weights_proven else self.config.skip.max_in_a_row
-        if in_a_row < limit and self.skips_left(attempt) > 0:
+        if in_a_row < limit and may_refuse and not not_the_data:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         if self._may_roll_back(attempt) and targets > 0:
-            knobs = Knobs() if verdict.cause in _NO_DATA_SKIP else self._harder()
-            skip_data = self.config.rollback.skip_data and verdict.cause not in _NO_DATA_SKIP
-            reason = f"{self._why(verdict)}; {in_a_row} refusals in a row did not help"
+            knobs = Knobs() if not_the_data else self._harder()
+            skip_data = self.config.rollback.skip_data and not (self._spared or not_the_data)
+            reason = f"{self._why(verdict)}; {in_a_row + self._retries_in_a_row} refusals in a row did not help"
             return Decision("rollback", step, attempt, reason=reason, knobs=knobs, skip_data=skip_data, **found)  # type: ignore[arg-type]
-        if self.skips_left(attempt) > 0:
+        if may_refuse:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; the budget is used up", **found)  # type: ignore[arg-type]
+
+    def _replicas_differ(
+        self, verdict: Verdict, step: int, attempt: int, targets: int, found: dict[str, Any]
+    ) -> Decision:
+        """Refusing the attempt would leave weights in force that are known to be wrong on some rank."""
+        if targets > 0 and self.rollbacks < self.config.rollback.budget:
+            return Decision("rollback", step, attempt, reason=self._why(verdict), **found)
+        lacking = "no snapshot from before" if targets == 0 else "the budget is used up"
+        return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; {lacking}", **found)
 
     def _on_collapse(self, verdict: Verdict, message: str, step: int, attempt: int, targets: int) -> Decision:
         """Refusing the attempt would cure nothing: the weights themselves have gone wrong, slowly."""
@@ -104,9 +124,10 @@ class Ladder:
     def settle(self, decision: Decision) -> None:
         """Book what was done. In observe mode the budgets are booked as if it had been done."""
         action = decision.would or decision.action
+        self._retries_in_a_row = self._retries_in_a_row + 1 if action == "retry" else 0
         if action == "apply":
             self.refused_in_a_row = self._overflows_in_a_row = 0
-            self._onset = None
+            self._onset, self._spared = None, False
             self._rewarm_left = max(self._rewarm_left - 1, 0)
             if self._clean_since_rollback is not None:
                 self._clean_since_rollback += 1
@@ -116,15 +137,16 @@ class Ladder:
         if decision.overflow and not decision.incident:
             self._overflows_in_a_row += 1
             return
-        if action == "skip":
-            self.refused_in_a_row += 1
+        if action in ("skip", "retry"):
+            self.refused_in_a_row += action == "skip"  # of other batches, on the same weights
             self._onset = decision.onset_step
+            self._spared |= decision.cause in _NO_DATA_SKIP
             self._skips.append(decision.attempt)
         elif action == "rollback":
             self.rollbacks += 1
             self._last_rollback = decision.attempt
             self.refused_in_a_row = 0
-            self._onset = None
+            self._onset, self._spared = None, False
             self._clean_since_rollback = 0
             self._repeats += 1
             if not decision.knobs.neutral:
@@ -164,7 +186,9 @@ class Ladder:
             "refused_in_a_row": self.refused_in_a_row,
             "rollbacks": self.rollbacks,
             "overflows_in_a_row": self._overflows_in_a_row,
+            "retries_in_a_row": self._retries_in_a_row,
             "onset": self._onset,
+            "spared": self._spared,
             "skips": list(self._skips),
             "last_rollback": self._last_rollback,
             "repeats": self._repeats,
@@ -177,7 +201,8 @@ class Ladder:
         self.refused_in_a_row = state["refused_in_a_row"]
         self.rollbacks = state["rollbacks"]
         self._overflows_in_a_row = state["overflows_in_a_row"]
-        self._onset = state["onset"]
+        self._retries_in_a_row = state["retries_in_a_row"]
+        self._onset, self._spared = state["onset"], state["spared"]
         self._skips = deque(state["skips"], maxlen=4096)
         self._last_rollback = state["last_rollback"]
         self._repeats = state["repeats"]

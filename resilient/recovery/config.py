@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+PreflightMode = Literal["off", "warn", "refuse"]  # what a finding of the probe before the start does to the job
+
 
 @dataclass(frozen=True)
 class LaunchConfig:

@@ -1,5 +1,6 @@
 """What is measured: the schema of a step's record and the vocabulary of what follows from it."""
 
+from resilient.signals.checks import CheckPlan, Checks, Confirmation, LinkReport, Located
 from resilient.signals.findings import (
     Action,
     Alarm,
@@ -21,12 +22,17 @@ __all__ = [
     "Action",
     "Alarm",
     "Cause",
+    "CheckPlan",
+    "Checks",
+    "Confirmation",
     "Decision",
     "Finding",
     "Flag",
     "Forecast",
     "Kind",
     "Knobs",
+    "LinkReport",
+    "Located",
     "Observation",
     "Place",
     "Severity",

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from resilient.signals.places import Place
 
 Cause = Literal["data", "optimizer", "precision", "compute", "communication", "unknown"]
-Action = Literal["apply", "skip", "rollback", "stop"]
+Action = Literal["apply", "retry", "skip", "rollback", "stop"]
+"""retry: refuse the attempt and run the same window again, as it was: for a fault that was not the data's."""
 
 
 class Severity(IntEnum):
@@ -41,7 +42,8 @@ class Finding:
     reference: float | None = None
     message: str = ""
     statistic: str = (
-        "point"  # nonfinite | point | confirmed | level | drift | trend | scale | drop | layers | collapse | ranks
+        "point"  # nonfinite | point | confirmed | level | drift | trend | scale | drop | layers | collapse | ranks |
+        # check (reduction) | replica (digests) | batch (fingerprints) | time (stragglers)
     )
     alone: bool = False  # one odd step by itself: may be refused, but is no alarm until another one confirms it
     onset_confidence: float = 1.0  # 0..1: how sure the onset step is; a sharp jump is sure, a slow drift is not
@@ -102,6 +104,8 @@ class Verdict:
     evidence: tuple[str, ...]
     findings: tuple[Finding, ...]
     place: Place | None = None
+    hosts: tuple[str, ...] = ()  # of the ranks
+    unchecked: tuple[str, ...] = ()  # what was not established and would have told more
     scale_overflow: bool = False  # an ordinary fp16 loss-scale overflow: the scaler's business, not an incident
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from resilient.signals.checks import CheckPlan, Checks
+
 # The wire format: one float64 per name, in this order. float64 keeps integers exact up to 2**53, so counters and
 # 48-bit digests ride along unharmed. Append only; every reader goes by name.
 COLUMNS: tuple[str, ...] = (
@@ -49,6 +51,14 @@ COLUMNS: tuple[str, ...] = (
     "eval_loss",  # of an evaluation since the last attempt; NaN: there was none; inf: it was not finite (BR-35)
     "entropy",  # of the model's output over text it sampled at that evaluation, nats a token; NaN, inf as above
     "repetition",  # share of that text's n-grams that repeat earlier ones, 0..1; NaN, inf as above
+    "digest_parameters",  # 48 bits of what ranks of a replica group must hold alike; NaN when it is not due or not replicated
+    "digest_optimizer",  # likewise: optimizer moments and step counts
+    "digest_buffers",  # likewise: module buffers
+    "digest_rng_shared",  # likewise: random streams that must be equal on all ranks
+    "digest_rng_own",  # random streams that must differ from rank to rank
+    "digest_batch",  # 48 bits of the window's content: equal on two ranks if they were fed the same samples
+    "check_plan",  # 48 bits of the reduction check's plan as this rank's engine has it; 0: none
+    "digest_sampler",  # 48 bits of the sampler's seed, epoch and split: must be equal on all ranks; NaN: unknown
 )
 # Behind them a tail with one number per layer group each, once the ranks have agreed on the groups (S3); NaN: not measured.
 LAYER_COLUMNS: tuple[str, ...] = (
@@ -56,6 +66,9 @@ LAYER_COLUMNS: tuple[str, ...] = (
     "layer_update_sq_share",  # `update_sq_share` by group
     "layer_lag_share",  # share of the mean of g^2/v (Adam) in the last applied step
 )
+# And behind those one number per cell of the reduction check each, where the engine has one; NaN: not measured.
+CHECK_COLUMNS: tuple[str, ...] = ("check_before", "check_after", "check_sq")
+DIGESTS = tuple(name for name in COLUMNS if name.startswith("digest_"))
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
 
 
@@ -84,9 +97,9 @@ class Flag:
     ROLLBACK = 1 << 9  # rank 0: a request asks to go back before the step in `asked`, 0: to the newest good snapshot
 
 
-def row_width(layers: int) -> int:
-    """Numbers in a row whose tail is about so many layer groups."""
-    return len(COLUMNS) + len(LAYER_COLUMNS) * layers
+def row_width(layers: int, cells: int = 0) -> int:
+    """Numbers in a row whose tail is about so many layer groups and cells of the reduction check."""
+    return len(COLUMNS) + len(LAYER_COLUMNS) * layers + len(CHECK_COLUMNS) * cells
 
 
 def names_digest(names: Sequence[str]) -> float:
@@ -131,7 +144,16 @@ class StepRecord:
     eval_loss: float = math.nan
     entropy: float = math.nan
     repetition: float = math.nan
+    digest_parameters: Any = math.nan
+    digest_optimizer: Any = math.nan
+    digest_buffers: Any = math.nan
+    digest_rng_shared: float = math.nan
+    digest_rng_own: float = math.nan
+    digest_batch: Any = math.nan
+    check_plan: float = 0.0
+    digest_sampler: float = math.nan
     layers: Mapping[str, Any] = field(default_factory=dict)  # LAYER_COLUMNS name -> (groups,) tensor
+    checks: Mapping[str, Any] = field(default_factory=dict)  # CHECK_COLUMNS name -> (cells,) tensor
 
     def values(self) -> list[Any]:
         """The record in COLUMNS order, without the tail."""
@@ -145,6 +167,7 @@ class Observation:
     values: signal -> float, may be NaN or Inf (detectors must sanitise).
     per_rank: signal -> float64 array of shape (world,).
     peers: peer groups, tuples of global ranks that differ only in data; ranks are compared inside a group only.
+    checks: the sums of the reduction check, where the engine has one.
     """
 
     step: int
@@ -152,19 +175,26 @@ class Observation:
     values: Mapping[str, float]
     per_rank: Mapping[str, np.ndarray] = field(default_factory=dict)
     peers: tuple[tuple[int, ...], ...] = ()
+    checks: Checks | None = None
 
 
 class StepTable:
-    """All ranks' records of one attempt: float64 array (world, row_width(len(layers))), bit-identical on every rank.
+    """All ranks' records of one attempt: float64 array (world, row_width(...)), bit-identical on every rank.
 
-    layers: names of the layer groups that the tail is about."""
+    layers: names of the layer groups that the tail is about. plan: of the reduction check, whose cells follow."""
 
     def __init__(
-        self, rows: np.ndarray, peers: Sequence[Sequence[int]] | None = None, layers: Sequence[str] = ()
+        self,
+        rows: np.ndarray,
+        peers: Sequence[Sequence[int]] | None = None,
+        layers: Sequence[str] = (),
+        plan: CheckPlan | None = None,
     ) -> None:
-        if rows.ndim != 2 or rows.shape[1] != row_width(len(layers)):
-            raise ValueError(f"a StepTable needs shape (world, {row_width(len(layers))}), got {rows.shape}")
+        width = row_width(len(layers), len(plan.names) if plan is not None else 0)
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise ValueError(f"a StepTable needs shape (world, {width}), got {rows.shape}")
         self.layers = tuple(layers)
+        self.plan = plan
         self.rows = np.ascontiguousarray(rows, dtype=np.float64)
         self.peers = tuple(tuple(p) for p in peers) if peers is not None else (tuple(range(rows.shape[0])),)
 
@@ -181,6 +211,14 @@ class StepTable:
         groups = len(self.layers)
         start = len(COLUMNS) + LAYER_COLUMNS.index(name) * groups
         return self.rows[:, start : start + groups]
+
+    def checks(self) -> Checks | None:
+        """The sums of the reduction check."""
+        if self.plan is None:
+            return None
+        start, cells = len(COLUMNS) + len(LAYER_COLUMNS) * len(self.layers), len(self.plan.names)
+        before, after, sq = (self.rows[:, start + i * cells : start + (i + 1) * cells] for i in range(3))
+        return Checks(self.plan, before, after, sq)
 
     @property
     def step(self) -> int:
@@ -266,7 +304,8 @@ class StepTable:
                 "collective_s",
             )
         }
-        return Observation(self.step, self.attempt, values, per_rank, self.peers)
+        per_rank.update((name, self.column(name)) for name in DIGESTS if not np.isnan(self.column(name)).all())
+        return Observation(self.step, self.attempt, values, per_rank, self.peers, self.checks())
 
     def _by_layer(self) -> dict[str, float]:
         """grad_norm/<group> of this attempt, NaN where it is not finite; of the last applied step, where it was measured,
@@ -282,4 +321,4 @@ class StepTable:
         return values
 
 
-assert {*COLUMNS, "layers"} == set(StepRecord.__dataclass_fields__), "StepRecord and the wire format differ"
+assert {*COLUMNS, "layers", "checks"} == set(StepRecord.__dataclass_fields__), "StepRecord and the wire format differ"

@@ -152,7 +152,9 @@ class Progress:
             self._last_incident = kind
         if incident.action == "rollback":
             self._said = None
-        style = {"skip": "yellow", "rollback": "bold red", "stop": "bold red"}.get(incident.action, "cyan")
+        style = {"skip": "yellow", "retry": "yellow", "rollback": "bold red", "stop": "bold red"}.get(
+            incident.action, "cyan"
+        )
         self._say(f"! {incident_message(incident, self._budget)}", style)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:

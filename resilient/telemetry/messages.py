@@ -8,8 +8,13 @@ from typing import Any
 
 from resilient.coordinator.events import Incident
 
-_DONE = {"skip": "skipped on all ranks", "stop": "stopped on all ranks", "apply": "applied all the same"}
-_WOULD = {"skip": "skipped", "rollback": "rolled back", "stop": "stopped"}
+_DONE = {
+    "skip": "skipped on all ranks",
+    "retry": "run again on all ranks",
+    "stop": "stopped on all ranks",
+    "apply": "applied all the same",
+}
+_WOULD = {"skip": "skipped", "retry": "run again", "rollback": "rolled back", "stop": "stopped"}
 
 
 def incident_message(incident: Incident, budget_left: int | None) -> str:

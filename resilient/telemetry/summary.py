@@ -23,7 +23,8 @@ _MEMORY = 10_000  # steps behind the newest whose loss is kept, for final_loss a
 class Summary:
     """A Listener that counts.
 
-    attempts = applied + skipped, where skipped are all refused attempts (also those that led to a rollback or a stop);
+    attempts = applied + skipped + retried, where skipped are all refused attempts (also those that led to a rollback or a
+    stop) but those whose window was run again at once, the retried;
     applied also counts steps that were undone later. steps: where training stands. steps_lost: applied steps that a
     rollback or a restart undid, so that applied = steps + steps_lost for a run that began at step 0.
     An unguarded stretch reports no steps: there the coordinator's own counters, told at the end, are taken.
@@ -40,6 +41,7 @@ class Summary:
         self.steps = 0
         self.attempts = 0
         self.applied = 0
+        self.retried = 0
         self.rollbacks = 0
         self.steps_lost = 0
         self.nonfinite_loss = 0
@@ -135,6 +137,7 @@ class Summary:
 
     def _step(self, step: int, action: str, applied: bool, loss: float, grad_norm: float) -> None:
         self.attempts += 1
+        self.retried += action == "retry"
         self.nonfinite_loss += not math.isfinite(loss)
         self.nonfinite_grad += not math.isfinite(grad_norm)
         if step <= self.steps and action != "rollback":  # standing further back than we knew: a restart
@@ -167,6 +170,7 @@ class Summary:
         if counters.get("attempts", 0) > self.attempts:
             self.attempts, self.applied = int(counters["attempts"]), int(counters["applied"])
             self.rollbacks, self.steps_lost = int(counters["rollbacks"]), int(counters["steps_lost"])
+            self.retried = int(counters["retried"])
             self.steps = self.applied - self.steps_lost
             self.final_loss = None  # nobody told it
         self.nonfinite_loss = max(self.nonfinite_loss, int(counters.get("nonfinite_loss", 0)))
@@ -176,7 +180,7 @@ class Summary:
 
     @property
     def skipped(self) -> int:
-        return self.attempts - self.applied
+        return self.attempts - self.applied - self.retried
 
     @property
     def wall_s(self) -> float:
@@ -200,6 +204,7 @@ class Summary:
             "attempts": self.attempts,
             "applied": self.applied,
             "skipped": self.skipped,
+            "retried": self.retried,
             "rollbacks": self.rollbacks,
             "steps_lost": self.steps_lost,
             "incidents": self.incidents,

@@ -285,6 +285,11 @@ class TokenStream:
         self._generation = 0  # of the iterator in force
 
     @property
+    def order(self) -> dict[str, Any]:
+        """What decides which samples each rank is given; the same on all ranks."""
+        return {**self._fingerprint, "stride": self.stride}
+
+    @property
     def samples(self) -> int:
         """Samples per epoch."""
         return self._data.size

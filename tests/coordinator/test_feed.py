@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -141,6 +142,33 @@ def test_padding_carries_no_loss():
     assert padding.padding and padding.tokens == 0 and count_tokens(padding.batches[0]) == 0
 
 
+def labelled(*labels: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([labels]), "labels": torch.tensor([labels])}
+
+
+def test_s18_a_window_is_fingerprinted_when_it_is_fetched_and_the_same_when_it_comes_again():
+    feed = WindowFeed(
+        [labelled(1, 2), labelled(3, 4), labelled(1, 2), labelled(3, 4), labelled(5, 6), labelled(7, 8)], 2
+    )
+    start = feed.state_dict()
+    first = feed.take()
+    digest = first.digest
+    first.batches[0].pop("labels")  # as some loops do
+    first.batches[0]["labels"] = torch.tensor([[1, 2]])
+    assert feed.take().digest == first.digest == digest != feed.take().digest
+    feed.load_state_dict(start)
+    assert feed.take().digest == digest
+
+
+def test_s18_windows_without_loss_are_no_duplicates_of_each_other():
+    feed = WindowFeed([labelled(1, 2), labelled(-100, -100)], 1)
+    assert not math.isnan(feed.take().digest)
+    assert math.isnan(feed.pad().digest)
+    assert math.isnan(feed.take().digest)
+    assert math.isnan(WindowFeed([labelled(1, 2)], 1, digests=False).take().digest)
+
+
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 5), st.sampled_from(["drop", "flush", "carry"]))
 def test_nothing_is_delivered_twice_or_out_of_order(n: int, accumulation: int, tail: Any):
     flat = [b for w in drain(WindowFeed(list(range(n)), accumulation, tail=tail), epochs=1) for b in w]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,10 @@ from resilient.checkpoint.digest import state_digest, walk
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.engines.base import Engine, EngineState, Taps
 from resilient.errors import CheckpointError
+from resilient.faults.reduced import reduced_pieces
 from resilient.signals import Knobs
 from tests.engines.models import Setup, batch, build_model, loss_of
+from tests.engines.reduction import compared, off_by_row
 
 NEUTRAL = Knobs()
 
@@ -63,11 +65,19 @@ def run(rank: int, world: int, adapter: Adapter, checks: Sequence[str]) -> list[
 
 
 def window(
-    engine: Engine, setup: Setup, index: int, rank: int, *, nan_on: int | None = None, scale: float = 1.0
+    engine: Engine,
+    setup: Setup,
+    index: int,
+    rank: int,
+    *,
+    nan_on: int | None = None,
+    scale: float = 1.0,
+    reduced: Callable[[Engine], None] | None = None,
 ) -> tuple[Taps, float]:
     """All micro-steps of data window `index`: forward and backward, nothing applied. Returns (taps, mean loss).
 
-    nan_on: rank whose last micro-step has a NaN loss. scale: multiplies the loss.
+    nan_on: rank whose last micro-step has a NaN loss. scale: multiplies the loss. reduced: called between the reduction
+    and the taps.
     """
     total = 0.0
     for micro in range(setup.accumulation):
@@ -78,6 +88,8 @@ def window(
             loss = loss * math.nan
         engine.backward(loss)
         total += float(loss.detach())
+    if reduced is not None:
+        reduced(engine)
     return engine.taps(), total / setup.accumulation
 
 
@@ -218,6 +230,87 @@ def check_norms(adapter: Adapter, rank: int, world: int) -> None:
                 assert taps.buckets >= enough, f"{case}: taps saw {taps.buckets} buckets"
                 engine.apply(got_whole, NEUTRAL)
             engine.close()
+
+
+def check_reduction(adapter: Adapter, rank: int, world: int) -> None:
+    """C2, S19: what all ranks send and what each receives agree within rounding in clean windows, accumulation 1 and 2,
+    from the third window on at the latest, and a refused window leaves no trace in the next. A gradient that is another
+    on one rank when the optimizer comes to it does not agree, and its rows name the parameter."""
+    for precision in adapter.precisions:
+        for accumulation in (1, 2) if precision == adapter.precisions[0] else (2,):
+            setup = Setup(accumulation=accumulation, precision=precision, groups=True, width=40)  # type: ignore[arg-type]
+            engine = adapter.make(setup, rank, world)
+            for index in range(6):
+                case = f"{precision}, accumulation {accumulation}, window {index}"
+                plan = engine.check_plan()
+                spoilt: list[str] = []
+                taps, _ = window(engine, setup, index, rank, reduced=_spoil(spoilt, rank == world - 1 and index == 4))
+                found = compared(plan, taps)
+                if world == 1:
+                    assert plan is None, f"{case}: nothing is reduced"
+                elif found is None:
+                    assert index < 2, f"{case}: no plan"
+                elif index != 4:
+                    assert not found.failed(), f"{case}: {found.plan.names}, off by {found.ratio.tolist()} roundings"
+                else:
+                    assert plan is not None
+                    assert len(found.failed()) == 1, f"{case}: {found.ratio.tolist()}"
+                    group, cell = found.failed()[0]
+                    assert world - 1 in plan.receivers[group], f"{case}: {plan.receivers[group]} are said to be off"
+                    (_, _, places), *others = off_by_row(engine, plan, group, cell)
+                    assert not others
+                    named = [*spoilt, ""][:1]
+                    dist.broadcast_object_list(named, src=world - 1)
+                    assert named[0] in places[0], f"{case}: {named} was spoilt, {places} said to be"
+                if index in (3, 4):
+                    engine.skip()
+                else:
+                    engine.apply(grad_norm(taps), NEUTRAL)
+            engine.close()
+
+
+def _spoil(name: list[str], here: bool) -> Callable[[Engine], None]:
+    """Adds a tenth of the gradient's norm to one element of the largest piece this rank holds, and notes its name."""
+
+    def spoil(engine: Engine) -> None:
+        piece = max(reduced_pieces(engine), key=lambda piece: piece.values.numel())
+        with torch.no_grad():
+            flat = piece.flat()
+            flat[flat.numel() // 2] += 0.5 * flat.float().norm()
+        name.append(piece.name)
+
+    return spoil if here else lambda engine: None
+
+
+def check_replicas(adapter: Adapter, rank: int, world: int) -> None:
+    """S19: what ranks hold alike has the same digests on all of them, by name, before and after training; and they are
+    digests of what is trained."""
+    setup = Setup(groups=True)
+    engine = adapter.make(setup, rank, world)
+    groups = engine.replicas()
+    assert set(groups) <= {"parameters", "optimizer", "buffers"}
+    before: dict[str, dict[str, int]] = {}
+    for index in range(3):
+        if index:
+            train(engine, setup, [index], rank)
+        for kind, members in groups.items():
+            assert sorted(r for group in members for r in group) == list(range(world)), f"{kind}: {members}"
+            assert all(len(group) > 1 for group in members)
+            digests = engine.replica_digests(kind)
+            assert all(d.dtype == torch.int64 and d.ndim == 0 for d in digests.values())
+            mine = {name: int(d) for name, d in digests.items()}
+            every: list[dict[str, int]] = [{} for _ in range(world)]
+            dist.all_gather_object(every, mine)
+            for group in members:
+                for other in group:
+                    assert every[other] == every[group[0]], f"window {index}, {kind}: {every[other]}, {every[group[0]]}"
+            if index and kind != "buffers":
+                same = [name for name, digest in mine.items() if before[kind].get(name) == digest]
+                assert not set(same) & set(engine.layers.names), f"{kind}: training did not change {same}"
+            before[kind] = mine
+    if world == 1:
+        assert not groups
+    engine.close()
 
 
 def check_weight_norm(adapter: Adapter, rank: int, world: int) -> None:

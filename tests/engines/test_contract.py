@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from resilient.engines.base import Engine, EngineState, Taps
 from resilient.engines.ddp import DDPEngine
@@ -13,6 +14,7 @@ from resilient.signals import Knobs
 from tests.engines import contract
 from tests.engines.models import Setup
 from tests.engines.test_ddp import DDPAdapter
+from tests.ranks import run_pooled
 
 
 class SkipMovesSchedule(DDPEngine):
@@ -160,6 +162,36 @@ class RestoreTouchesBeforeRefusing(DDPEngine):
         super().restore(state)
 
 
+class ChecksSums(DDPEngine):
+    """Takes what a rank sends for its part of a sum, not of the mean."""
+
+    def taps(self) -> Taps:
+        taps = super().taps()
+        checks = {**taps.checks, "check_before": taps.checks["check_before"] * 2} if taps.checks else {}
+        return replace(taps, checks=checks)
+
+
+class ChecksBlindly(DDPEngine):
+    """Looks at what the collective returned, not at what the optimizer will use."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self._early = super().taps().checks if self._tap is not None and self._tap.squares else {}
+
+    def taps(self) -> Taps:
+        return replace(super().taps(), checks=self._early)
+
+
+class ReplicasByRank(DDPEngine):
+    def replica_digests(self, kind: str) -> dict[str, torch.Tensor]:
+        return {name: digest + dist.get_rank() for name, digest in super().replica_digests(kind).items()}
+
+
+class ReplicasOfNothing(DDPEngine):
+    def replica_digests(self, kind: str) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(digest) for name, digest in super().replica_digests(kind).items()}
+
+
 @dataclass(frozen=True)
 class Broken(DDPAdapter):
     kind: type[DDPEngine] = DDPEngine
@@ -193,6 +225,29 @@ FAULTS = [
     (RestoreKeepsGradients, "check_abandoned_window"),
     (RestoreTouchesBeforeRefusing, "check_refuses_foreign_state"),
 ]
+
+
+AMONG_RANKS = [
+    (ChecksSums, "check_reduction"),
+    (ChecksBlindly, "check_reduction"),
+    (ReplicasByRank, "check_replicas"),
+    (ReplicasOfNothing, "check_replicas"),
+]
+
+
+def caught_among_ranks(rank: int, world: int) -> list[str]:
+    caught = []
+    for kind, check in AMONG_RANKS:
+        try:
+            contract.run(rank, world, Broken(kind=kind), [check])
+        except AssertionError:
+            caught.append(kind.__name__)
+    return caught
+
+
+@pytest.mark.timeout(120)
+def test_a_broken_engine_is_caught_among_ranks() -> None:
+    assert run_pooled(caught_among_ranks, 2, timeout=110) == [[kind.__name__ for kind, _ in AMONG_RANKS]] * 2
 
 
 def test_a_sound_engine_passes_in_one_process() -> None:

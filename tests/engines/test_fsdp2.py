@@ -198,7 +198,14 @@ def two_ranks(rank: int, world: int) -> None:
 
 def replicas_of_shards(rank: int, world: int) -> None:
     adapter = FSDP2Adapter(name="HSDP 2x2", precisions=("fp32",), replicas=2)
-    contract.run(rank, world, adapter, ["check_norms", "check_unmeasured_apply", "check_fresh_engine"])
+    checks = ["check_norms", "check_reduction", "check_replicas", "check_unmeasured_apply", "check_fresh_engine"]
+    contract.run(rank, world, adapter, checks)
+    engine = adapter.make(SETUP, rank, world)
+    assert engine.replicas()["parameters"] == engine.replicas()["optimizer"] == ((0, 2), (1, 3))
+    contract.train(engine, SETUP, range(2), rank)
+    plan = engine.check_plan()
+    assert plan is not None
+    assert plan.receivers == ((0, 1), (2, 3))
     model = build_model(SETUP)
     fully_shard(model, mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
     with pytest.raises(ConfigError, match="replicates but does not shard"):

@@ -257,7 +257,7 @@ def test_poison_leaves_ignored_labels_and_other_ranks_alone():
 
     assert isinstance(poisoned(0), TokenStream)
     batch = {"labels": torch.tensor([[5, -100, 7]]), "position": 0}
-    labels = poisoned(1)._poison(batch)["labels"]
+    labels = poisoned(1).change(batch)["labels"]
     assert labels[0, 1] == -100
     assert labels[0, 0] != 5
     assert labels[0, 2] != 7

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.policies import Ladder, PolicyConfig, RollbackConfig, SkipConfig
-from resilient.signals import Decision, Severity, Verdict
+from resilient.signals import Decision, Finding, Severity, Verdict
 
 CONFIG = PolicyConfig(
     skip=SkipConfig(max_in_a_row=2, stretch=4, budget=6, window=100),
@@ -61,6 +61,67 @@ def test_a_communication_verdict_keeps_the_data_and_the_lr():
     ladder = Ladder(CONFIG)
     taken = run(ladder, [verdict(10, cause="communication", ranks=(1,))] * 3)
     assert taken[2].action == "rollback" and not taken[2].skip_data and taken[2].knobs.neutral
+
+
+def test_data_refused_beside_a_communication_fault_stay_too():
+    """One row of refusals: the window that the wire has spoiled is between the onset and now, so nothing of it is left out.
+    The bad batch comes again after the rollback and is then the only one."""
+    for kinds in (["communication", "data", "data"], ["data", "compute", "data"]):
+        ladder = Ladder(CONFIG)
+        taken = run(ladder, [verdict(10, cause=kind) for kind in [*kinds, "data"]])
+        assert taken[3].action == "rollback" and not taken[3].skip_data, kinds
+        assert run(ladder, [verdict(10)] * 3, attempt=14)[2].skip_data, kinds
+    ladder = Ladder(CONFIG)
+    run(ladder, [verdict(10, cause="communication"), None])
+    assert run(ladder, [verdict(12)] * 3, step=12, attempt=12)[2].skip_data
+
+
+def test_a_fault_of_machine_or_wire_is_run_again_then_gone_back_from_and_costs_no_data():
+    for cause in ("compute", "communication"):
+        ladder = Ladder(CONFIG)
+        taken = run(ladder, [verdict(10, cause=cause)] * 3)
+        assert [d.action for d in taken] == ["retry", "retry", "rollback"], cause
+        assert not any(d.skip_data for d in taken) and taken[2].knobs.neutral and taken[0].incident
+        assert ladder.refused_in_a_row == 0  # it was always the same batch: that says nothing about the weights
+    ladder = Ladder(CONFIG)
+    assert [d.action for d in run(ladder, [verdict(10, cause="compute"), None, verdict(12, cause="compute")])] == [
+        "retry",
+        "apply",
+        "retry",
+    ]
+    ladder = Ladder(CONFIG)  # nowhere to go back to: its batch is left, rather than the job
+    taken = run(ladder, [verdict(10, cause="compute")] * 3, targets=0)
+    assert [d.action for d in taken] == ["retry", "retry", "skip"]
+
+
+def test_a_retry_counts_in_the_budget_and_is_only_told_when_observing():
+    ladder = Ladder(replace(CONFIG, skip=replace(CONFIG.skip, budget=1)))
+    assert [d.action for d in run(ladder, [verdict(10, cause="compute")] * 2)] == ["retry", "rollback"]
+    ladder = Ladder(replace(CONFIG, mode="observe"))
+    (taken,) = run(ladder, [verdict(10, cause="compute")])
+    assert (taken.action, taken.would) == ("apply", "retry")
+
+
+def test_what_the_wire_has_spoiled_is_remembered_across_a_restart():
+    ladder, twin = Ladder(CONFIG), Ladder(CONFIG)
+    run(ladder, [verdict(10, cause="communication"), verdict(10)])
+    twin.load_state_dict(json.loads(json.dumps(ladder.state_dict())))
+    assert not run(twin, [verdict(10)], attempt=12)[0].skip_data
+
+
+def test_replicas_that_differ_are_rolled_back_at_once_and_never_trained_on():
+    """BR-39: the weights in force are wrong; refusing a step would keep them."""
+    found = Finding("replicas", "digest_parameters", Severity.ACT, 1.0, 96, 88, (2,), statistic="replica")
+    differ = verdict(88, cause="compute", ranks=(2,), findings=(found,))
+    ladder = Ladder(CONFIG)
+    (taken,) = run(ladder, [differ], step=96)
+    assert (taken.action, taken.onset_step, taken.skip_data) == ("rollback", 88, False)
+    assert taken.knobs.neutral and taken.incident
+    assert run(ladder, [differ], step=96, attempt=11)[0].action == "rollback"
+    assert run(ladder, [differ], step=96, attempt=12)[0].action == "stop"  # the budget
+    assert run(Ladder(CONFIG), [differ], step=96, targets=0)[0].action == "stop"
+    watched = replace(differ, severity=Severity.WARN, findings=(replace(found, severity=Severity.WARN),))
+    assert run(Ladder(CONFIG), [watched], step=96)[0].action == "apply"
 
 
 def test_repeats_cut_harder_and_go_further_back():
@@ -135,5 +196,12 @@ def test_budgets_are_never_exceeded_and_the_digest_depends_on_the_inputs_only(ki
     one, two = (run(Ladder(CONFIG), [made[k] for k in kinds], targets=targets) for _ in range(2))
     assert [d.digest() for d in one] == [d.digest() for d in two]
     assert sum(d.action == "rollback" for d in one) <= CONFIG.rollback.budget
+    spoiled = False
+    for kind, d in zip(kinds, one, strict=True):
+        spoiled = (spoiled or kind == "comm") and kind != "ok"
+        assert not (spoiled and d.skip_data)
+        spoiled = spoiled and d.action != "rollback"
+        if d.action == "stop":
+            break
     if targets == 0:
         assert not any(d.action == "rollback" for d in one)

@@ -21,7 +21,7 @@ from resilient.detectors.config import DetectorConfig
 from resilient.engines.base import EngineConfig
 from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
-from resilient.policies import PolicyConfig, RollbackConfig, SkipConfig
+from resilient.policies import PolicyConfig, RetryConfig, RollbackConfig, SkipConfig
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
 from resilient.train.model import GPT, ModelConfig
@@ -31,6 +31,7 @@ MODEL = ModelConfig(name="tiny", width=16, layers=2, heads=2, hidden=32, dropout
 OPTIM = OptimConfig(warmup_steps=3)
 
 ROLL_BACK_AT_ONCE = PolicyConfig(
+    retry=RetryConfig(max_in_a_row=0),
     skip=SkipConfig(max_in_a_row=0, budget=4),
     rollback=RollbackConfig(budget=4, cooldown=0, lr_factor=1.0, clip_factor=1.0, skip_data=False),
 )

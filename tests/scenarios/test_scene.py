@@ -39,12 +39,12 @@ def with_scene(rank: int, world: int, folder: str, scene: str) -> tuple[Outcome,
 @pytest.mark.parametrize("scene", ["batch", "full", "none"])
 def test_the_refused_batch_is_kept_on_the_named_rank_only(scene: str, tmp_path: Path):
     results = run_pooled(with_scene, 2, str(tmp_path), scene)
-    files = sorted(p.name for p in (tmp_path / "run" / "incidents").glob("5-unknown/rank-*"))
+    files = sorted(p.name for p in (tmp_path / "run" / "incidents").glob("5-compute/rank-*"))
     if scene == "none":
         assert files == []
         return
     assert files == ["rank-00001-a00000005.json", "rank-00001-a00000005.pt"]
-    folder = tmp_path / "run" / "incidents" / "5-unknown"
+    folder = tmp_path / "run" / "incidents" / "5-compute"
     assert (folder / "incident.json").exists()
     kept = torch.load(folder / files[1], weights_only=True)
     described = json.loads((folder / files[0]).read_text())
@@ -53,7 +53,7 @@ def test_the_refused_batch_is_kept_on_the_named_rank_only(scene: str, tmp_path: 
     assert described["batches"][0]["input_ids"]["nonfinite"] == 0  # the data was sound
     trained = {i for ids in results[1][0].sample_ids for i in ids}
     refused = set(described["batches"][0]["ids"])
-    assert refused and not refused & trained
+    assert refused and refused <= trained  # it was not the data: the window was run again
     assert ("state" in kept) == (scene == "full")
     if scene == "full":
         assert [state_digest(kept["state"])] == results[1][1]
@@ -62,7 +62,7 @@ def test_the_refused_batch_is_kept_on_the_named_rank_only(scene: str, tmp_path: 
 @pytest.mark.timeout(60)
 def test_a_scene_that_cannot_be_written_stops_nothing(tmp_path: Path):
     (tmp_path / "run" / "incidents").mkdir(parents=True)
-    blocked = tmp_path / "run" / "incidents" / "5-unknown"
+    blocked = tmp_path / "run" / "incidents" / "5-compute"
     blocked.write_text("a file where the folder should be")
     results = run_pooled(with_scene, 2, str(tmp_path), "batch")
     assert [outcome.applied for outcome, _ in results] == [7, 7]

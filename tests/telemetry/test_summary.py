@@ -24,6 +24,7 @@ KEYS = [
     "attempts",
     "applied",
     "skipped",
+    "retried",
     "rollbacks",
     "steps_lost",
     "incidents",
@@ -129,7 +130,7 @@ def test_an_old_end_does_not_speak_for_a_new_generation(tmp_path: Path) -> None:
 
 def test_an_unguarded_run_is_counted_from_the_coordinator_counters(tmp_path: Path) -> None:
     """policy=off, or a guard that broke on the way: no steps are reported, the end tells the counters."""
-    counters = {"attempts": 50, "applied": 48, "skipped": 2, "rollbacks": 1, "steps_lost": 8}
+    counters = {"attempts": 51, "applied": 48, "skipped": 2, "retried": 1, "rollbacks": 1, "steps_lost": 8}
     counters |= {"nonfinite_loss": 3, "nonfinite_grad": 4}
     with RunDirectory.open(tmp_path, "job", CONFIG) as run:
         recorder = RunRecorder(run)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from resilient.engines.deepspeed.rows import Piece
 from resilient.engines.layers import Layers, Part
 from resilient.errors import ConfigError
 from resilient.signals import Knobs
@@ -23,7 +24,7 @@ from resilient.signals import Knobs
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine as Engine
 
-Observer = Callable[[list[torch.Tensor]], None]
+Observer = Callable[[list[Piece]], None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Stage:
     """What the wrapper needs to know about one DeepSpeed optimizer. This class: ZeRO 0 in fp32, where the engine's
     optimizer is the user's own and gradients are plain `param.grad`."""
 
-    replicated = True  # every rank holds the whole reduced gradient
+    replicated = True  # every rank steps all parameters
+    whole = True  # every rank receives the whole reduced gradient
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -51,6 +53,7 @@ class Stage:
         )
         self._layer_of = {id(p): self.layers.of[n] for n, p in engine.module.named_parameters()}
         self._weight = 1 / engine.dp_world_size if self.replicated else 1.0
+        self._owners: dict[int, torch.nn.Parameter] = {}  # address of a gradient -> whose it is
         self.reduce_s = 0.0  # host seconds in the tapped reduction, counted up
         self._undo: list[Callable[[], None]] = []
 
@@ -58,7 +61,7 @@ class Stage:
 
     def connect(self, observe: Observer) -> None:
         """Call `observe` with the local gradients of each bucket, before anything is divided, cast or sent."""
-        self._before(self.engine, "allreduce_bucket", lambda bucket, *_, **__: observe(list(bucket)))
+        self._before(self.engine, "allreduce_bucket", lambda bucket, *_, **__: observe(self._pieces(bucket)))
 
     def disconnect(self) -> None:
         """Take every hook out again. Idempotent."""
@@ -83,11 +86,40 @@ class Stage:
         setattr(owner, name, tapped)
         self._undo.append(lambda: delattr(owner, name) if shadowed is None else setattr(owner, name, shadowed))
 
-    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
-        """The reduced gradients that the next step would use on this rank, still multiplied by the loss scale, and
-        whose they are."""
+    def _pieces(self, bucket: Iterable[torch.Tensor]) -> list[Piece]:
+        """The gradients of a bucket of the engine's plain all-reduce, and whose they are."""
+        return [Piece(gradient, self._owner(gradient)) for gradient in bucket]
+
+    def _owner(self, gradient: torch.Tensor) -> torch.nn.Parameter:
+        at = gradient.data_ptr()
+        owner = self._owners.get(at)
+        if owner is None or owner.grad is None or owner.grad.data_ptr() != at:
+            self._owners = {p.grad.data_ptr(): p for p in self.engine.module.parameters() if p.grad is not None}
+            owner = self._owners[at]
+        return owner
+
+    def received(self) -> list[Piece]:
+        """The reduced gradients that lie ready on this rank, still multiplied by the loss scale."""
         params = [p for group in self.base.param_groups for p in group["params"]]
-        return [(p.grad, self._part(p)) for p in params if p.grad is not None]
+        return [Piece(p.grad, p) for p in params if p.grad is not None]
+
+    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+        """Those of them that the next step would use on this rank, and how they count."""
+        return [(piece.tensor, self._part(piece.parameter)) for piece in self.received()]
+
+    def reduction_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those that gradients go through from a bucket to the step; the last one is that in which micro-steps are
+        added up after their reduction, where they are."""
+        held = {p.dtype for group in self.base.param_groups for p in group["params"]}
+        return self.engine.communication_data_type, *held
+
+    def extent(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """Elements of a parameter, and of a segment of it, whose receiver can be told from that of the next."""
+        return parameter.numel(), max(parameter.numel(), 1)
+
+    def mean_factor(self) -> float:
+        """What a rank's gradient is multiplied with on its way into the reduced one."""
+        return 1 / self.engine.dp_world_size if self.engine.gradient_average else 1.0
 
     @functools.cached_property
     def parts(self) -> dict[int, list[Part]]:
@@ -231,9 +263,12 @@ class HalfStage(Stage):
     def clip(self, value: float) -> None:
         self.optimizer.clip_grad = value
 
-    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
+    def received(self) -> list[Piece]:
         params = [p for group in self.optimizer.fp16_groups for p in group]
-        return [(p.grad, self._part(p)) for p in params if p.grad is not None]
+        return [Piece(p.grad, p) for p in params if p.grad is not None]
+
+    def reduction_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.engine.communication_data_type, *{p.dtype for group in self.optimizer.fp16_groups for p in group}
 
     @functools.cached_property
     def parts(self) -> dict[int, list[Part]]:

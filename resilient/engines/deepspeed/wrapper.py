@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from resilient.engines.base import Counters, EngineState, Taps
+from resilient.engines.base import CellRows, Counters, EngineState, Taps
 from resilient.engines.buffers import BufferHold
+from resilient.engines.deepspeed.check import ReductionCheck
+from resilient.engines.deepspeed.replicas import Replicas
+from resilient.engines.deepspeed.rows import Piece
 from resilient.engines.deepspeed.state import capture_state, restore_state
 from resilient.engines.deepspeed.support import stage_of
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import ConfigError
-from resilient.signals import Knobs
+from resilient.signals import CheckPlan, Knobs
 
 if TYPE_CHECKING:
     import deepspeed
@@ -47,6 +51,8 @@ class DeepSpeedEngine:
         self._refused = engine.skipped_steps  # steps that DeepSpeed refused itself: it counts them in global_steps too
         self._schedule_offset = self._schedule_position(0) - (engine.global_steps - self._refused)
         self._buffers = BufferHold(self.module)
+        self._check = ReductionCheck(self._stage, self.device)
+        self._replicas = Replicas(engine, self._stage, self._schedulers)
         self._index, self._count = 0, 1
         self._micro_steps_before = engine.micro_steps  # when the window began
         self._complete = False  # the last backward of a window is done, and nothing was decided about it yet
@@ -81,16 +87,33 @@ class DeepSpeedEngine:
             self.engine.backward(self._stage.scale_loss(loss / self._count), scale_wrt_gas=False)
         finally:
             self._listening = False
+        if self.per_micro_step and self._index > 0:
+            self._check.carry()
         self._complete = self._index == self._count - 1
         if not self._complete:
             self.engine.step()  # not a boundary: DeepSpeed only counts the micro-step
 
     def taps(self) -> Taps:
         """Local norm of what entered the reduction; reduced share of what `engine.step` is about to use."""
-        unscale = self._stage.loss_scale() ** 2
-        by_layer = self.layers.sums(self._stage.reduced()) / unscale
+        by_layer = self.layers.sums(self._stage.reduced()) / self._stage.loss_scale() ** 2
+        local_sq, checks = self._check.finish()
         waited = self._stage.reduce_s
-        return Taps(self._local_sq / unscale, by_layer.sum(), self._seen, by_layer, waited, waited)
+        return Taps(local_sq, by_layer.sum(), self._seen, by_layer, waited, waited, checks)
+
+    def check_plan(self) -> CheckPlan | None:
+        """A cell is a layer group. None with a single rank."""
+        return self._check.plan
+
+    def check_rows(self, cell: int) -> list[CellRows]:
+        """One entry: the layer group, each of its parameters in rows of its own."""
+        return [self._check.rows_of(cell)]
+
+    def replicas(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """All ranks: parameters (not under ZeRO 3), constant buffers, and of the optimizer what is not sharded."""
+        return self._replicas.groups
+
+    def replica_digests(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return self._replicas.digests(kind)
 
     def leftover_sq(self) -> torch.Tensor | None:
         left = self._stage.reduced()
@@ -107,13 +130,13 @@ class DeepSpeedEngine:
         return share / self._world if self._stage.replicated else share
 
     def _reset_taps(self) -> None:
-        self._local_sq = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._check.begin()
         self._seen = 0
         self._stage.reduce_s = 0.0
 
-    def _observe(self, gradients: list[torch.Tensor]) -> None:
+    def _observe(self, pieces: list[Piece]) -> None:
         if self._listening:
-            self._local_sq = self._local_sq + sum_of_squares(gradients, self.device)
+            self._check.sent(pieces)
             self._seen += 1
 
     # --- the gate ---

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from resilient.engines.deepspeed.rows import Piece
 from resilient.engines.deepspeed.stages import Master, Observer, Stage
 from resilient.engines.layers import Part
+from resilient.engines.projection import ROW
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine as Engine
+
+
+_MOST_SEGMENTS = 16  # of a parameter: each fills up a row with zeros
+
+
+class _Kept(NamedTuple):
+    """Elements of a parameter that a partition holds: from `first` on, at [start, stop) of the partition."""
+
+    parameter: torch.Tensor
+    first: int
+    start: int
+    stop: int
 
 
 class ZeroStage(Stage):
     """What the optimizers derived from ZeROOptimizer have in common."""
 
     replicated = False
+    whole = False
 
     @property
     def scaler(self) -> Any | None:
@@ -56,7 +71,24 @@ class ZeroStage(Stage):
 
 class Bf16Stage(ZeroStage):
     """BF16_Optimizer (ZeRO 1 with bf16 parameters and fp32 gradient accumulation). It keeps the whole reduced gradient
-    on each rank and steps on its own partition of it; the engine's plain all-reduce does the reduction."""
+    on each rank, takes its norm for clipping and steps on its own partition; the engine's plain all-reduce reduces."""
+
+    whole = True
+
+    def _pieces(self, bucket: Iterable[torch.Tensor]) -> list[Piece]:
+        """DeepSpeed reduces the flat buffers of whole parameter groups."""
+        flats = {flat.data_ptr(): i for i, flat in enumerate(self.optimizer.fp32_groups_gradients_flat)}
+        return [piece for flat in bucket for piece in self._group(flats[flat.data_ptr()])]
+
+    def _group(self, i: int) -> list[Piece]:
+        pairs = zip(self.optimizer.fp32_groups_gradients[i], self.optimizer.bf16_groups[i], strict=True)
+        return [Piece(gradient, parameter) for gradient, parameter in pairs]
+
+    def received(self) -> list[Piece]:
+        return [piece for i in range(len(self.optimizer.bf16_groups)) for piece in self._group(i)]
+
+    def reduction_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.engine.communication_data_type, self.optimizer.grad_acc_dtype
 
     def reduced(self) -> list[tuple[torch.Tensor, Part]]:
         flats = self.optimizer.fp32_groups_gradient_flat_partition
@@ -90,7 +122,12 @@ class PartitionedStage(ZeroStage):
                 bucket = optimizer.ipg_buckets[dtype]
                 if bucket.grads:
                     with self._in_order(bucket):
-                        observe([grad for grad in bucket.grads if grad is not None])
+                        observe(
+                            [
+                                Piece(gradient, optimizer.bit16_groups[group][index])
+                                for gradient, (group, index, _) in zip(bucket.grads, bucket.params, strict=True)
+                            ]
+                        )
 
         self._before(optimizer, "reduce_ipg_grads", before)
 
@@ -105,38 +142,57 @@ class PartitionedStage(ZeroStage):
             bucket.copy_streams.add(current)
         yield
 
-    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
-        found: list[tuple[torch.Tensor, Part]] = []
+    def received(self) -> list[Piece]:
+        found: list[Piece] = []
         for i, gradients in self.optimizer.averaged_gradients.items():
             if gradients is None:
                 continue
-            parts = self.parts[id(self.optimizer.single_partition_of_fp32_groups[i])]
             flat = getattr(gradients, "flat_partition", None)
             if flat is not None:
-                found.extend((flat, part) for part in parts)
+                found.extend(Piece(flat[k.start : k.stop], k.parameter, k.first) for k in self._kept[i])
                 continue
-            starts, at = {part.start: part for part in parts}, 0
+            starts, at = {kept.start: kept for kept in self._kept[i]}, 0
             for gradient in gradients:  # one after another they fill the partition
-                part = starts.get(at)
-                if part is not None:  # otherwise padding, which is zero
-                    found.append((gradient, Part(part.layer, part.weight)))
+                kept = starts.get(at)
+                if kept is not None:  # otherwise padding, which is zero
+                    found.append(Piece(gradient, kept.parameter, kept.first))
                 at += gradient.numel()
         return found
 
-    @functools.cached_property
-    def parts(self) -> dict[int, list[Part]]:
+    def reduction_dtypes(self) -> tuple[torch.dtype, ...]:
         optimizer = self.optimizer
-        parts: dict[int, list[Part]] = {}
+        return (
+            optimizer.communication_data_type,
+            optimizer._gradient_reduction_buffer_dtype(),
+            optimizer.gradient_accumulation_dtype,
+        )
+
+    def mean_factor(self) -> float:
+        return 1 / self.engine.dp_world_size if self.optimizer.gradient_average else 1.0
+
+    @functools.cached_property
+    def _kept(self) -> list[list[_Kept]]:
+        """What this rank's partition of each parameter group is made of."""
+        optimizer = self.optimizer
+        kept: list[list[_Kept]] = []
         for i, flat in enumerate(optimizer.single_partition_of_fp32_groups):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[i])
-            parts[id(flat)] = []
+            kept.append([])
             for parameter in optimizer.params_in_partition[i]:
                 key = optimizer.get_param_id(parameter)
-                skipped = int(optimizer.grad_start_offset[i][rank][key])
+                first = int(optimizer.grad_start_offset[i][rank][key])
                 start = int(optimizer.grad_partition_insertion_offset[i][rank][key])
-                stop = min(start + parameter.numel() - skipped, flat.numel())
-                parts[id(flat)].append(self._part(parameter, start, stop))
-        return parts
+                stop = min(start + parameter.numel() - first, flat.numel())
+                kept[i].append(_Kept(parameter, first, start, stop))
+        return kept
+
+    @functools.cached_property
+    def parts(self) -> dict[int, list[Part]]:
+        flats = self.optimizer.single_partition_of_fp32_groups
+        return {
+            id(flat): [self._part(k.parameter, k.start, k.stop) for k in kept]
+            for flat, kept in zip(flats, self._kept, strict=True)
+        }
 
     def drop_gradients(self) -> None:
         optimizer = self.optimizer
@@ -176,10 +232,9 @@ class ShardedStage(ZeroStage):
         zero under any optimizer here (its gradient is zero), so that equal runs have equal state, and no NaN hides."""
         optimizer = self.optimizer
         for parameter in self.engine.module.parameters():
-            shard = parameter.ds_tensor  # type: ignore[attr-defined]
-            rank, size = parameter.ds_zero_partition_rank, parameter.partition_numel()  # type: ignore[attr-defined]
-            used = min(max(parameter.ds_numel - rank * size, 0), size)  # type: ignore[attr-defined]
-            shard.data[used:].zero_()
+            size = parameter.partition_numel()  # type: ignore[attr-defined]
+            _, used = _shard(parameter)
+            parameter.ds_tensor.data[used:].zero_()  # type: ignore[attr-defined]
             if optimizer.get_param_id(parameter) in optimizer.grad_position:
                 group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 optimizer.fp32_partitioned_groups_flat[group].data[offset + used : offset + size].zero_()
@@ -190,20 +245,38 @@ class ShardedStage(ZeroStage):
         optimizer = self.optimizer
 
         def before(comm_dtype: torch.dtype) -> None:
-            gradients = [p.grad for p in optimizer.ipg_buckets[comm_dtype].params if p.grad is not None]
-            if gradients:
+            pieces = [Piece(p.grad, p) for p in optimizer.ipg_buckets[comm_dtype].params if p.grad is not None]
+            if pieces:
                 with get_accelerator().stream(optimizer.reduce_and_partition_stream):
-                    observe(gradients)
+                    observe(pieces)
 
         self._before(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", before)
 
-    def reduced(self) -> list[tuple[torch.Tensor, Part]]:
-        return [
-            (gradient, self._part(parameter))
-            for i, gradients in self.optimizer.averaged_gradients.items()
-            if gradients
-            for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[i], strict=True)
-        ]
+    def received(self) -> list[Piece]:
+        found = []
+        for i, gradients in self.optimizer.averaged_gradients.items():
+            if gradients:
+                for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[i], strict=True):
+                    first, used = _shard(parameter)
+                    found.append(Piece(gradient.view(-1)[:used], parameter, first))
+        return found
+
+    def reduction_dtypes(self) -> tuple[torch.dtype, ...]:
+        optimizer = self.optimizer
+        return optimizer.communication_data_type, optimizer.dtype, optimizer.gradient_accumulation_dtype
+
+    def extent(self, parameter: Any) -> tuple[int, int]:
+        """A parameter of which each rank holds less than a row is cut by rank, or by neighbouring ranks where there are
+        many: rows that all of them share could not say who received what."""
+        size, shard = parameter.ds_numel, parameter.partition_numel()
+        together = -(-self.engine.dp_world_size // _MOST_SEGMENTS)
+        return size, min(shard * together, size) if shard <= ROW else size
+
+    def mean_factor(self) -> float:
+        optimizer, world = self.optimizer, self.engine.dp_world_size
+        # deepspeed 0.19.8 predivides by this factor and, when it equals the world size, never multiplies by it again
+        lost = optimizer.postscale_gradients and optimizer.gradient_predivide_factor == world
+        return 1 / world**2 if lost else 1 / world
 
     @functools.cached_property
     def parts(self) -> dict[int, list[Part]]:
@@ -248,3 +321,10 @@ class ShardedStage(ZeroStage):
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.ds_tensor.data  # type: ignore[attr-defined]
+
+
+def _shard(parameter: Any) -> tuple[int, int]:
+    """Of a parameter under ZeRO 3: the first element that this rank holds, and how many; the rest of its shard is padding."""
+    size = parameter.partition_numel()
+    first = parameter.ds_zero_partition_rank * size
+    return first, min(max(parameter.ds_numel - first, 0), size)

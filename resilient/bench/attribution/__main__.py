@@ -1,0 +1,5 @@
+import sys
+
+from resilient.bench.attribution.run import main
+
+sys.exit(main())

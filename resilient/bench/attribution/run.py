@@ -1,0 +1,152 @@
+"""Which rank, and why: every fault in every engine at 2 and 4 ranks, over seeds, against clean controls.
+
+    resilient bench attribution [--quick] [--engines ddp zero3 ...] [--worlds 2 4] [--seeds 3] [--only TEXT] [--format text|json] [--out FILE]
+
+Live runs: real engine, model, data and guard; one launch per engine and world size goes through all scenarios. Beside it,
+on the losses and norms of the same runs, the public rules that answer at least "is something wrong now?"; none of them
+names a rank or a cause. Exit 1 when a bound that is stated below the tables is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resilient.bench.attribution.scenarios import ENGINES, FAULT_STEP, SCENARIOS, STEPS, Scenario
+from resilient.bench.attribution.score import Score, score, total
+from resilient.bench.attribution.table import text
+from resilient.recovery.local import spawn
+
+_RANKS_RIGHT, _CAUSES_RIGHT = 0.99, 0.95
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bound of this benchmark."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool = True
+
+    @property
+    def held(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+def launch(engine: str, world: int, seeds: int, only: str, steps: int) -> list[dict[str, Any]]:
+    """All scenarios that this engine can have, in `world` ranks of this host; plain values, one entry a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "runs.json"
+        command = [sys.executable, "-m", "resilient.bench.attribution", "--worker", str(out), "--engines", engine]
+        command += ["--seeds", str(seeds), "--only", only, "--steps", str(steps)]
+        code = spawn(command, world, {**os.environ, "OMP_NUM_THREADS": "1"})
+        runs = json.loads(out.read_text()) if out.exists() else []
+        if code != 0:
+            broken = {
+                "scenario": "(the launch)",
+                "engine": engine,
+                "world": world,
+                "truth": None,
+                "told": [],
+                "steps": 0,
+            }
+            runs.append(
+                {**broken, "excluded": [], "series": [], "seconds": 0.0, "row_bytes": 0, "ended": f"exit code {code}"}
+            )
+        return runs
+
+
+def worker(engine: str, seeds: int, only: str, steps: int, out: str) -> int:
+    """One rank of a launch. Rank 0 writes after every run, so that a hang loses only what hangs."""
+    import torch
+    import torch.distributed as dist
+
+    from resilient.bench.attribution.live import run_scenario
+
+    torch.set_num_threads(1)
+    if engine.startswith("zero"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    runs = []
+    try:
+        for scenario in chosen(engine, world, only):
+            for seed in range(seeds):
+                runs.append(run_scenario(scenario, engine, rank, world, seed, steps))
+                if rank == 0:
+                    Path(out).write_text(json.dumps(runs))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def chosen(engine: str, world: int, only: str) -> list[Scenario]:
+    return [s for s in SCENARIOS if engine in s.engines and world in s.worlds and only in s.name]
+
+
+def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Scores by scenario, by engine, and of everything."""
+    scenarios: dict[str, Score] = {}
+    engines: dict[str, Score] = {}
+    for run in runs:
+        found = score(run)
+        for table, key in ((scenarios, run["scenario"]), (engines, f"{run['engine']} x{run['world']}")):
+            table[key] = total((table[key], found)) if key in table else found
+    return {"scenarios": scenarios, "engines": engines, "all": total(scenarios.values())}
+
+
+def checks(found: Score) -> list[Check]:
+    detected = max(found.detected, 1)
+    return [
+        Check("rank named correctly, of detected faults", found.ranks / detected, _RANKS_RIGHT),
+        Check("cause named correctly, of detected faults", found.causes / detected, _CAUSES_RIGHT),
+        Check("false communication or compute verdicts in clean steps", float(found.false), 0.0, False),
+        Check("runs that left out data for a machine's or wire's fault", float(found.excluded), 0.0, False),
+        Check("runs that broke", float(len(found.broken)), 0.0, False),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="resilient bench attribution", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="ddp only, 2 ranks, one seed: shows that it runs")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--worlds", nargs="+", type=int, choices=(2, 4), default=[2, 4])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run; the fault comes at step {FAULT_STEP}")
+    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios with this in their name")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--out", metavar="FILE", default=None)
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.steps <= FAULT_STEP:
+        parser.error(f"--steps {options.steps}: the fault comes at step {FAULT_STEP}")
+    if options.worker:
+        return worker(options.engines[0], options.seeds, options.only, options.steps, options.worker)
+    engines, worlds, seeds = (["ddp"], [2], 1) if options.quick else (options.engines, options.worlds, options.seeds)
+    runs: list[dict[str, Any]] = []
+    for engine in engines:
+        for world in worlds:
+            runs += launch(engine, world, seeds, options.only, options.steps)
+            print(f"{engine}, {world} ranks: done", file=sys.stderr, flush=True)
+    found = summarise(runs)
+    held = checks(found["all"])
+    report = text(found, held, runs)
+    if options.out:
+        plain = {k: {n: vars(s) for n, s in v.items()} if isinstance(v, dict) else vars(v) for k, v in found.items()}
+        Path(options.out).write_text(json.dumps({"summary": plain, "runs": runs}, indent=1) + "\n")
+    print(json.dumps([vars(c) for c in held]) if options.format == "json" else report)
+    return 0 if all(c.held for c in held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The second pass of a failed reduction check: which rank received something else, in which bucket, and where in it.
+
+The sums by row of 1024 elements were kept while the window ran, so nothing is reduced anew: what all ranks sent is added
+up row by row, and each rank holds it against what it has. Collective: all ranks come here for the same cells, from the same
+table. Rare, so its cost (1/1024 of a cell's gradients, and one small exchange) does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from resilient.coordinator.exchange import Exchange
+from resilient.engines.base import CellRows, Engine
+from resilient.signals import CheckPlan, Located
+
+_MARGIN = 64.0  # times the rounding of a row's sums: far below a fault that the whole cell's sum has shown
+_MOST_CELLS = 4  # that are looked into; a fault that hits more of them is told by these
+
+
+def localise(exchange: Exchange, engine: Engine, plan: CheckPlan, cells: Sequence[int]) -> list[Located]:
+    """Every rank that is off in one of these cells, with the place; the same list on all ranks. Call at the gate, before
+    the gradients are used or dropped. Raises ExchangeFailed."""
+    found: list[Located] = []
+    for cell in list(cells)[:_MOST_CELLS]:
+        for bucket in engine.check_rows(cell):
+            found += _compare(exchange, plan, bucket)
+    return found
+
+
+def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[Located]:
+    """One bucket. A row that two ranks share is off for both of them; a rank that is off in no other row than one shared
+    with a rank that is off in more is left out."""
+    sent = exchange.total(bucket.before.clone())
+    # Rounding grows with what was summed: the ranks' own sums, not with their mean, which may nearly cancel.
+    size = exchange.total(bucket.before.square()).sqrt()
+    received = _received(exchange, plan, bucket)
+    tolerance = _MARGIN * plan.unit * torch.maximum(size, size.square().mean().sqrt())
+    off = bucket.held & ~((received - sent).abs() <= tolerance)  # a NaN is off
+    difference = torch.where(off, received - sent, torch.zeros_like(sent))
+    count = off.sum()
+    worst = int(torch.nan_to_num(difference.abs(), nan=torch.inf).argmax()) if int(count) else 0
+    held = torch.where(bucket.held, sent, torch.zeros_like(sent))
+    relative = float(difference.norm() / held.norm().clamp_min(1e-300)) if int(count) else 0.0
+    table = exchange.gather(torch.tensor([float(count), relative, float(worst)], dtype=torch.float64))
+    most = table[:, 0].max()
+    ranks = [
+        r for r in range(len(table)) if table[r, 0] > 0 and not (table[r, 0] == 1 and most > 1 and _shared(table, r))
+    ]
+    if not ranks:
+        return []
+    places = exchange.share([bucket.places(int(table[r, 2])) for r in ranks])
+    return [
+        Located(r, bucket.name, place, int(table[r, 0]), float(table[r, 1]))
+        for r, place in zip(ranks, places, strict=True)
+    ]
+
+
+def _shared(table: np.ndarray, rank: int) -> bool:
+    """Another rank's worst row is the only row of this one."""
+    return any(r != rank and table[r, 0] > 1 and abs(table[r, 2] - table[rank, 2]) <= 1 for r in range(len(table)))
+
+
+def _received(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> torch.Tensor:
+    """(rows,) sums of the whole reduced bucket, as this rank's receivers hold it together."""
+    received = bucket.after
+    for group in plan.receivers:
+        if len(group) > 1:
+            mine = bucket.after if exchange.rank in group else torch.zeros_like(bucket.after)
+            whole = exchange.total(mine.clone())
+            if exchange.rank in group:
+                received = whole
+    return received

@@ -1,0 +1,125 @@
+"""What is looked into when the table shows something: collective, the same on every rank, each with a budget.
+
+    a failed reduction check      -> the rows of the failing cells: which rank, which parameters   (localise.py)
+    replicas that differ          -> their digests by layer group: where they began to differ
+    a suspected wire or machine   -> a probe of links and machines                                 (links.py)
+
+All of it happens at the gate, before anything acts, and only on a finding that every rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from resilient.coordinator.exchange import Exchange
+from resilient.coordinator.links import probe
+from resilient.coordinator.localise import localise
+from resilient.detectors import Monitor
+from resilient.detectors.reduction import ReductionCheck, located
+from resilient.detectors.replicas import Replicas
+from resilient.engines.base import Engine
+from resilient.errors import ProbeFailed
+from resilient.signals import Finding, LinkReport, Observation, StepRecord
+
+_48_BITS = (1 << 48) - 1
+_MULTIPLIER = 6364136223846793005  # odd (Knuth's MMIX): groups in another order give another digest
+
+
+class SecondLook:
+    """One per coordinator. hosts: of the ranks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        exchange: Exchange,
+        monitor: Monitor,
+        *,
+        digests_every: int,
+        probes: int,
+        probe_s: float,
+        hosts: Sequence[str],
+    ) -> None:
+        self._engine, self._exchange = engine, exchange
+        self._reduction = next((d for d in monitor.detectors if isinstance(d, ReductionCheck)), None)
+        self._replicas = next((d for d in monitor.detectors if isinstance(d, Replicas)), None)
+        self._every = digests_every if exchange.world_size > 1 else 0
+        self._probes, self._probe_s = probes if exchange.world_size > 1 else 0, probe_s
+        self._hosts = tuple(hosts)
+        # A probe that fails may take its process group with it: it has one of its own.
+        self._group = exchange.another_group(2 * probe_s + 5) if self._probes else None
+        self._groups = engine.replicas() if self._every else {}
+        if self._replicas is not None:
+            self._replicas.groups = self._groups
+
+    def digests_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def fill(self, record: StepRecord) -> None:
+        """Digests of what ranks hold alike, if they are due. A pass over it, no host sync."""
+        if self.digests_due(record.step):
+            for kind in self._groups:
+                setattr(record, f"digest_{kind}", _together(self._engine.replica_digests(kind).values()))
+
+    def look(self, observation: Observation, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """The findings, with the place where it can be had. Raises ExchangeFailed."""
+        looked = []
+        for finding in findings:
+            if finding.statistic == "check" and self._reduction is not None and observation.checks is not None:
+                cells = self._reduction.failed_cells(observation)
+                found = localise(self._exchange, self._engine, observation.checks.plan, cells)
+                finding = located(finding, found) if found else finding
+            elif finding.statistic == "replica" and finding.signal.removeprefix("digest_") in self._groups:
+                finding = self._where(finding, finding.signal.removeprefix("digest_"))
+            looked.append(finding)
+        return tuple(looked)
+
+    def links(self) -> LinkReport | None:
+        """A probe of links and machines, if the budget allows one. Raises ExchangeFailed."""
+        if self._probes == 0:
+            return None
+        self._probes -= 1
+        try:
+            return probe(
+                self._group,
+                self._engine.device,
+                self._exchange.rank,
+                self._exchange.world_size,
+                self._hosts,
+                self._probe_s,
+            )
+        except ProbeFailed as failure:  # on every rank that is alive: a link that does not answer is an answer
+            self._probes = 0
+            return failure.report
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _where(self, finding: Finding, kind: str) -> Finding:
+        """The layer groups in which the replicas differ."""
+        mine = self._engine.replica_digests(kind)
+        names = list(mine)
+        table = self._exchange.gather(_columns(mine))
+        group = next(g for g in self._groups[kind] if set(finding.ranks) <= set(g) or not finding.ranks)
+        rows = table[list(group)]
+        different = [name for i, name in enumerate(names) if not (rows[:, i] == rows[0, i]).all()]
+        shown = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
+        return replace(finding, message=f"{finding.message}; in {shown}") if different else finding
+
+
+def _columns(digests: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """(n,) float64, 48 bits each."""
+    return torch.stack([d & _48_BITS for d in digests.values()]).double() if digests else torch.zeros(0)
+
+
+def _together(digests: Iterable[torch.Tensor]) -> torch.Tensor:
+    """0-dim float64 on the device: 48 bits of all of them, in order."""
+    total = None
+    for digest in digests:
+        total = digest if total is None else total * _MULTIPLIER + digest
+    return (total & _48_BITS).double() if total is not None else torch.tensor(float("nan"), dtype=torch.float64)

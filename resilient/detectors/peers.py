@@ -1,0 +1,87 @@
+"""Peer groups as arrays, and the median of a rank's peers: ranks are compared inside their group only (DESIGN 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class PeerGroups:
+    """Groups of equal size are handled together; one group of all ranks in order needs no indexing.
+
+    sizes: (world,) members of each rank's group; 1 for a rank in none. share: (size - 1) / size, one number if all are
+    alike. covers: every rank has peers."""
+
+    def __init__(self, peers: Sequence[Sequence[int]], world: int) -> None:
+        self.peers, self.world = peers, world
+        self.sizes = np.ones(world)
+        by_size: dict[int, list[Sequence[int]]] = {}
+        for group in peers:
+            by_size.setdefault(len(group), []).append(group)
+        self.blocks: list[np.ndarray] = []  # (groups, size) ranks
+        for size, groups in sorted(by_size.items()):
+            index = np.asarray(groups, dtype=np.int64)
+            self.sizes[index] = size
+            if size > 1:
+                self.blocks.append(index)
+        share = (self.sizes - 1.0) / self.sizes
+        self.share: np.ndarray | float = float(share[0]) if (share == share[0]).all() else share
+        self.covers = bool((self.sizes > 1).all())
+        only = self.blocks[0] if len(self.blocks) == 1 else np.empty((0, 0), dtype=np.int64)
+        self._whole = only.shape == (1, world) and bool((only[0] == np.arange(world)).all())
+
+    def fits(self, peers: Sequence[Sequence[int]], world: int) -> bool:
+        """These are the groups of `peers`. Quick when it is the same object as before."""
+        return world == self.world and (peers is self.peers or peers == self.peers)
+
+    def middle_of_others(self, values: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
+        """(world,) median over the *other* valid members of each rank's group; NaN where there is none, or the rank is not
+        valid itself. valid: (world,) bool, None: all."""
+        if self._whole and valid is None:
+            return _middle_of_others(values[None, :])[0]
+        middle = np.full(self.world, np.nan)
+        for index in self.blocks:
+            middle[index] = _middle_of_others(values[index], None if valid is None else valid[index])
+        return middle
+
+    def median(self, values: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
+        """(world,) median over all valid members of each rank's group; NaN for a rank without peers."""
+        if self._whole and valid is None:
+            return np.broadcast_to(np.median(values), (self.world,))
+        middle = np.full(self.world, np.nan)
+        for index in self.blocks:
+            part = values[index] if valid is None else np.where(valid[index], values[index], np.nan)
+            known = ~np.isnan(part).all(axis=1)
+            middle[index[known]] = np.nanmedian(part[known], axis=1)[:, None]
+        return middle
+
+
+def _middle_of_others(values: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
+    """Leave-one-out medians along rows (groups, size). Taking an element out of a sorted row moves what lies above its
+    place down by one: the k-th smallest of the rest is the (k+1)-th of all if the element lies at or below the k-th."""
+    size = values.shape[1]
+    if valid is None:
+        low, high = (size - 2) // 2, (size - 1) // 2
+        ordered = np.partition(values, range(low, min(high + 2, size)), axis=1)
+        at = [ordered[:, k : k + 1] for k in range(low, min(high + 2, size))]
+        if len(values) == 1:
+            at = [k[0, 0] for k in at]  # numbers: broadcasting arrays of one element is slow
+        # the lowest of these, and for every one that the element lies at or below, half a step or a whole one up
+        step = 1.0 if low == high else 0.5
+        middle = (values <= at[0]) * (step * (at[1] - at[0]))
+        if low != high:
+            middle += (values <= at[1]) * (step * (at[2] - at[1]))
+            middle += 0.5 * (at[0] + at[1])
+        else:
+            middle += at[0]
+        return middle
+    # What is not valid goes to the end, and the middle is of those before it.
+    ordered = np.sort(np.where(valid, values, np.inf), axis=1)
+    count = valid.sum(axis=1, keepdims=True)
+    middle = np.zeros(values.shape)
+    with np.errstate(invalid="ignore"):  # a row with one valid member has no middle of others
+        for k in (np.maximum((count - 2) // 2, 0), np.maximum((count - 1) // 2, 0)):
+            at_k, after = (np.take_along_axis(ordered, np.minimum(i, size - 1), axis=1) for i in (k, k + 1))
+            middle += 0.5 * np.where(values <= at_k, after, at_k)
+    return np.where(valid & (count > 1), middle, np.nan)

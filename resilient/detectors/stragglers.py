@@ -1,0 +1,336 @@
+"""Time across ranks: a rank that the others wait for, and a wire that all of them wait for (S19).
+
+A rank is slow in an attempt when it computes longer than the median of its other peers, by a share and by seconds, and,
+where waits can be seen, is not itself among those that wait: the slowest rank computes longest and waits least. It is a
+straggler when it was slow in `needed` of the last `window` attempts, and if slow attempts went to any member of its group
+alike, so many of them would be its own with a chance below 5e-5 only (sign test, Chernoff's bound of the binomial tail; two
+ranks need 15 of 16 for that). So jitter, long batches that go around, a slow step, an
+evaluation, a garbage collection or a checkpoint make none; nor does a slow-down of the whole group.
+
+The rank that waits least waits for nobody: what it still waits is the transfer itself. When that shortest wait is several
+times its usual value for as long, and no rank is slow, the wire is suspected. Which link is for a probe to find out.
+
+Time is no reason to refuse a step: these findings warn at most. On CUDA the host does not see waits (`collective_s` is NaN)
+and compute alone decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from resilient.detectors.config import StragglersConfig
+from resilient.detectors.peers import PeerGroups
+from resilient.signals import Finding, Observation, Severity
+from resilient.signals.sketch import SketchSummary
+
+_SURE = 10.0  # nats: a chance of 5e-5; more where there are more than 8 ranks to be wrong about
+_WAIT_SHARE = 0.25  # of its excess seconds by which a slow rank must wait less than its peers' median
+_WIRE_RATE = 1 / 32
+_WIRE_START = 16  # attempts before the shortest wait has a usual value
+_WIRE_ACCEPT = 256  # attempts in a row after which a slower wire is the usual one
+_NAMED = 16  # ranks that one finding names at most
+_ALONE = 4  # ranks with a finding of their own
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One attempt's times, (world,). times, median: seconds; median over the other peers. slow: bool.
+    shortest: median over peer groups of the shortest wait in each, seconds; NaN where waits are not seen on all ranks."""
+
+    times: np.ndarray
+    median: np.ndarray
+    slow: np.ndarray
+    shortest: float
+
+
+class Stragglers:
+    """O(world) work per attempt, O(world * window) bytes of memory."""
+
+    name = "stragglers"
+
+    def __init__(self, config: StragglersConfig) -> None:
+        self.config = config
+        self._groups: PeerGroups | None = None
+        self._looked: tuple[Observation, _Look | None] | None = (
+            None  # at the attempt being judged, not part of the state
+        )
+        self._attempts = 0
+        self._start_anew(0)
+
+    def _start_anew(self, world: int) -> None:
+        window = self.config.window
+        self._slow = np.zeros((window, world), dtype=bool)
+        self._count = np.zeros(world, dtype=np.int16)  # of _slow
+        self._onset = np.zeros(world, dtype=np.int64)  # first step of the present run of slow attempts
+        self._wire = np.zeros(window, dtype=bool)
+        self._wire_usual = np.zeros(2)  # seconds, attempts it is from
+        self._wire_run = 0
+        self._wire_onset = 0
+
+    def observe(self, observation: Observation) -> list[Finding]:
+        look = self._look(observation)
+        if look is None or self._attempts < self.config.start or self._slow.shape[1] != len(look.times):
+            return []
+        slot = self._attempts % self.config.window
+        count = self._count - self._slow[slot] + look.slow
+        often = np.flatnonzero(count >= self.config.needed)
+        found: list[Finding] = []
+        if len(often):
+            evidence = self._evidence(observation, count)[often]
+            sure = evidence >= _SURE + math.log(max(len(count) / 8, 1.0))
+            found = self._name(observation, often[sure], evidence[sure], count[often[sure]], look)
+        return found or self._wire_finding(observation.step, look.shortest, slot)
+
+    def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
+        look = self._look(observation)
+        self._looked = None
+        if look is None:
+            return
+        self._attempts += 1
+        if self._attempts <= self.config.start:
+            return
+        if self._slow.shape[1] != len(look.times):
+            self._start_anew(len(look.times))
+        slot = (self._attempts - 1) % self.config.window
+        self._onset = np.where(self._count > 0, self._onset, observation.step)
+        self._count += look.slow.astype(np.int16) - self._slow[slot]
+        self._slow[slot] = look.slow
+        self._absorb_wire(observation.step, look.shortest, slot)
+
+    def _look(self, observation: Observation) -> _Look | None:
+        if self._looked is None or self._looked[0] is not observation:
+            times = observation.per_rank.get("compute_s")
+            known = times is not None and len(times) > 1 and len(observation.peers) > 0
+            self._looked = (observation, self._compare(observation) if known else None)
+        return self._looked[1]
+
+    def _groups_of(self, observation: Observation) -> PeerGroups:
+        world = len(observation.per_rank["compute_s"])
+        if self._groups is None or not self._groups.fits(observation.peers, world):
+            self._groups = PeerGroups(observation.peers, world)
+        return self._groups
+
+    def _compare(self, observation: Observation) -> _Look:
+        times, groups = np.ascontiguousarray(observation.per_rank["compute_s"]), self._groups_of(observation)
+        c = self.config
+        valid = None if math.isfinite(times.sum()) and times.min() > 0.0 else np.isfinite(times) & (times > 0.0)
+        median = groups.middle_of_others(times, valid)
+        seconds = times - median
+        slow = (seconds >= c.relative * median) & (seconds >= c.absolute_s)  # NaN is not
+        waits = observation.per_rank.get("collective_s")
+        if waits is None:
+            return _Look(times, median, slow, math.nan)
+        waits = np.ascontiguousarray(waits)
+        known = math.isfinite(waits.sum())
+        if slow.any():
+            others = groups.middle_of_others(waits, None if known else np.isfinite(waits))
+            with np.errstate(invalid="ignore"):
+                slow &= ~(waits + _WAIT_SHARE * seconds > others)  # unknown: compute alone decides
+        shortest = [waits[index].min(axis=1) for index in groups.blocks] if known else []
+        return _Look(times, median, slow, float(np.median(np.concatenate(shortest))) if shortest else math.nan)
+
+    def _evidence(self, observation: Observation, count: np.ndarray) -> np.ndarray:
+        """(world,) nats against the chance that so many of the group's slow attempts in the window fell to this rank."""
+        groups = self._groups_of(observation)
+        total = np.zeros(len(count))
+        for index in groups.blocks:
+            total[index] = count[index].sum(axis=1, keepdims=True)
+        even = 1.0 / groups.sizes
+        share = count / np.maximum(total, 1.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rest = np.where(share < 1.0, (1.0 - share) * np.log((1.0 - share) / (1.0 - even)), 0.0)
+            return np.where(share > even, total * (share * np.log(share / even) + rest), 0.0)
+
+    def _name(
+        self,
+        observation: Observation,
+        ranks: np.ndarray,
+        score: np.ndarray,
+        count: np.ndarray,
+        look: _Look,
+    ) -> list[Finding]:
+        """A finding for each of the worst, or one for all when they are many."""
+        if not len(ranks):
+            return []
+        waits = observation.per_rank.get("collective_s")
+        order = np.lexsort((ranks, -score))
+        several = len(order) > _ALONE
+        found = []
+        for i in order[:1] if several else order:
+            rank = int(ranks[i])
+            named = tuple(int(r) for r in ranks[order[:_NAMED]]) if several else (rank,)
+            seen = waits is not None and math.isfinite(waits[rank])
+            told = (
+                f"rank {rank} was the slow one in {int(count[i])} of the last {self.config.window} attempts: it computes "
+                f"{look.times[rank]:.3g} s, its peers {look.median[rank]:.3g} s"
+                + (
+                    f", and waits {waits[rank]:.3g} s"
+                    if seen and waits is not None
+                    else "; waits are not seen on this device"
+                )
+            )
+            if several:
+                told = f"{len(order)} ranks are slow, the worst {', '.join(map(str, named))}: {told}"
+            found.append(
+                Finding(
+                    detector=self.name,
+                    signal="compute_s",
+                    severity=Severity.WARN,
+                    score=float(score[i]),
+                    step=observation.step,
+                    onset_step=int(self._onset[rank]),
+                    ranks=named,
+                    statistic="time",
+                    value=float(look.times[rank]),
+                    reference=float(look.median[rank]),
+                    message=told,
+                )
+            )
+        return found
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def _wire_slow(self, shortest: float) -> bool:
+        usual, points = self._wire_usual
+        c = self.config
+        return bool(
+            points >= _WIRE_START and shortest >= c.wire_ratio * usual and shortest >= usual + c.wire_absolute_s
+        )
+
+    def _wire_finding(self, step: int, shortest: float, slot: int) -> list[Finding]:
+        slow = self._wire_slow(shortest)
+        count = int(self._wire.sum()) - int(self._wire[slot]) + int(slow)
+        if not slow or count < self.config.needed:
+            return []
+        usual = float(self._wire_usual[0])
+        return [
+            Finding(
+                detector=self.name,
+                signal="collective_s",
+                severity=Severity.WARN,
+                score=shortest / max(usual, 1e-6),
+                step=step,
+                onset_step=self._wire_onset if self._wire.any() else step,
+                statistic="time",
+                value=shortest,
+                reference=usual,
+                message=(
+                    f"even the rank that waits least waits {shortest:.3g} s for the reduction, usually {usual:.3g} s, in {count} "
+                    f"of the last {self.config.window} attempts, and no rank computes longer: the network is suspected"
+                ),
+            )
+        ]
+
+    def _absorb_wire(self, step: int, shortest: float, slot: int) -> None:
+        slow = self._wire_slow(shortest)
+        if not self._wire.any():
+            self._wire_onset = step
+        self._wire[slot] = slow
+        self._wire_run = self._wire_run + 1 if slow else 0
+        if not math.isfinite(shortest):
+            return
+        if self._wire_run >= _WIRE_ACCEPT:
+            self._wire_usual[:] = shortest, _WIRE_START
+            self._wire[:], self._wire_run = False, 0
+        elif not slow:
+            usual, points = self._wire_usual
+            most = np.inf if points == 0 else 2.0 * usual + 0.01
+            self._wire_usual[1] = points + 1.0
+            self._wire_usual[0] += max(1.0 / (points + 1.0), _WIRE_RATE) * (min(shortest, most) - usual)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "attempts": self._attempts,
+            "slow": self._slow.copy(),
+            "onset": self._onset.copy(),
+            "wire": self._wire.copy(),
+            "wire_usual": self._wire_usual.copy(),
+            "wire_run": self._wire_run,
+            "wire_onset": self._wire_onset,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._attempts = int(state["attempts"])
+        self._slow = np.array(state["slow"], dtype=bool)
+        self._count = self._slow.sum(axis=0, dtype=np.int16)
+        self._onset = np.array(state["onset"], dtype=np.int64)
+        self._wire = np.array(state["wire"], dtype=bool)
+        self._wire_usual = np.array(state["wire_usual"], dtype=np.float64)
+        self._wire_run = int(state["wire_run"])
+        self._wire_onset = int(state["wire_onset"])
+        self._looked = None
+
+
+class SketchStragglers:
+    """The same question to a sketch: a rank among the slowest of its kind, by enough, in `needed` of the last `window`
+    attempts. In a large world, jitter does not choose the same rank so often. Waits are not in a sketch."""
+
+    name = "stragglers"
+
+    def __init__(self, config: StragglersConfig) -> None:
+        self.config = config
+        self._attempts = 0
+        self._slow: dict[int, list[list[int]]] = {}  # rank -> [attempt, step] of those in which it was slow
+
+    def observe(self, summary: SketchSummary) -> list[Finding]:
+        if self._attempts < self.config.start:
+            return []
+        found = []
+        for rank, seconds, median in self._slow_now(summary):
+            before = self._recent(rank)
+            if len(before) + 1 >= self.config.needed:
+                found.append(
+                    Finding(
+                        detector=self.name,
+                        signal="compute_s",
+                        severity=Severity.WARN,
+                        score=seconds / median,
+                        step=summary.step,
+                        onset_step=before[0][1] if before else summary.step,
+                        ranks=(rank,),
+                        statistic="time",
+                        value=seconds,
+                        reference=median,
+                        message=f"rank {rank} was among the slow ones in {len(before) + 1} of the last {self.config.window} "
+                        f"attempts: it computes {seconds:.3g} s, its peers {median:.3g} s; waits are not in a sketch",
+                    )
+                )
+        return sorted(found, key=lambda f: (-f.score, f.ranks))[:_ALONE]
+
+    def absorb(self, summary: SketchSummary, findings: Sequence[Finding], applied: bool) -> None:
+        self._attempts += 1
+        if self._attempts <= self.config.start:
+            return
+        slow = {rank for rank, _, _ in self._slow_now(summary)}
+        kept = {rank: self._recent(rank) for rank in self._slow}
+        for rank in slow:
+            kept[rank] = [*kept.get(rank, []), [self._attempts, summary.step]]
+        self._slow = {rank: kept[rank] for rank in sorted(kept) if kept[rank]}
+
+    def _recent(self, rank: int) -> list[list[int]]:
+        """Earlier slow attempts that are in the window of the next one."""
+        oldest = self._attempts + 1 - self.config.window
+        return [told for told in self._slow.get(rank, []) if told[0] > oldest]
+
+    def _slow_now(self, summary: SketchSummary) -> list[tuple[int, float, float]]:
+        """(rank, seconds, median over the others) of the slow ones among the extremes."""
+        extremes = summary.extremes["compute_s"]
+        seconds = np.exp(extremes.value)
+        median = np.exp(summary.middle_of_others("compute_s", extremes.value))
+        slow = (seconds >= median * (1.0 + self.config.relative)) & (seconds - median >= self.config.absolute_s)
+        return [(int(extremes.ranks[i]), float(seconds[i]), float(median[i])) for i in np.flatnonzero(slow)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "attempts": self._attempts,
+            "slow": {str(rank): [list(told) for told in each] for rank, each in self._slow.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._attempts = int(state["attempts"])
+        self._slow = {int(rank): [[int(v) for v in told] for told in each] for rank, each in state["slow"].items()}

@@ -1,0 +1,300 @@
+"""The reduction check of one engine: what went into each gradient bucket against what came out of it (C2, S19).
+
+    begin_window()
+    sent(bucket, flat, square, divisor)           as the bucket goes into the collective
+    received(bucket, layout, pieces)              from the gradients that the optimizer will use, for every bucket
+    finish() -> Taps.checks                       the sums, of the plan as it was before this window
+    rows(cell)                                    a second look, until the next begin_window()
+
+All ranks call these for the same buckets, whose content lies at the same positions on all of them; that is what a
+collective needs anyway. Nothing is copied to the host and no rank waits for another. Between `sent` and `received` the
+gradient may take any linear way: divided before or after, in another dtype, in two collectives (HSDP).
+
+Cost: one pass over a bucket on the way in and one on the way out, a few small operations each. The rows' sums (four
+bytes for 1024 elements) are kept until the next window.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from resilient.engines.base import CellRows
+from resilient.engines.projection import ROW, Signs
+from resilient.signals import CheckPlan
+from resilient.signals.checks import MOST_CELLS
+
+Piece = tuple[torch.Tensor, int]
+"""A slice of a bucket: its elements in the bucket's order, flat, and the position of the first one."""
+
+_SHOWN = 3  # parameters named in a place
+_ALONE = {"cpu": 1 << 16}  # elements from which a piece is not copied to join its neighbours
+_ALONE_ELSEWHERE = 1 << 20  # a launch costs more there, a copy less
+_FOLDS = 32  # kept: a window is nearly always cut like the one before
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """What lies where in a bucket, the same on every rank.
+
+    name: of the bucket, for a person; a change of it changes the plan. size: elements, padding included; padding is zero
+    on all ranks. spans: (start, stop, parameter) in rising order. shards: the bucket is as many equal parts one behind
+    the other, each with a part of each parameter; the spans are those of the first.
+    """
+
+    name: str
+    size: int
+    spans: tuple[tuple[int, int, str], ...]
+    shards: int = 1
+
+    def place(self, row: int) -> str:
+        """The parameters with elements in this row, as `a`, `a, b` or `a .. z`."""
+        part = self.size // self.shards
+        names: dict[str, None] = {}
+        at, end = row * ROW, min((row + 1) * ROW, self.size)
+        while at < end:
+            begin = at // part * part
+            start, stop = at - begin, min(end - begin, part)
+            first = max(bisect_right(self.spans, start, key=lambda span: span[0]) - 1, 0)
+            beyond = bisect_left(self.spans, stop, key=lambda span: span[0])
+            names.update((span[2], None) for span in self.spans[first:beyond] if span[1] > start)
+            at = begin + part
+        found = list(names)
+        return ", ".join(found) if len(found) <= _SHOWN else f"{found[0]} .. {found[-1]}"
+
+
+class _Slice(NamedTuple):
+    """What is known of a slice of a bucket: its sums by row (float32), or its sum of squares (float64, one number), and
+    what they are still to be divided by."""
+
+    bucket: int
+    first: int  # row
+    sums: torch.Tensor
+    divisor: float
+
+
+class ReductionCheck:
+    """receivers: as in CheckPlan. dtype: of the wire, where it is another than that of what is sent and received.
+
+    plan: of the windows that finish from now on; None before the first one has. Which cell a bucket belongs to is
+    decided by the windows before: sums ride in a row whose width all ranks agreed on. Whatever is new in a window
+    counts from the next one on. A bucket that is not sent in a window adds nothing to its cell.
+    """
+
+    def __init__(
+        self, device: torch.device, receivers: tuple[tuple[int, ...], ...], dtype: torch.dtype | None = None
+    ) -> None:
+        self.plan: CheckPlan | None = None
+        self._device = device
+        self._receivers = receivers
+        self._signs = Signs(device)
+        self._names: dict[int, str] = {}  # bucket -> its name, of all buckets that were ever seen
+        self._cells: tuple[tuple[int, ...], ...] = ()  # buckets of each cell of the plan
+        self._unit = 2.0**-24  # the sums are taken in fp32: no finer
+        self._smallest = 0.0  # normal number of the dtypes seen
+        if dtype is not None:
+            self._see(dtype)
+        self._folds: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """Forget the last window, finished or not."""
+        self._sent: list[_Slice] = []
+        self._squares: list[_Slice] = []
+        self._received: list[_Slice] = []
+        self._sizes: dict[int, int] = {}
+        self._layouts: dict[int, BucketLayout] = {}
+        self._unclear: set[int] = set()
+        self._window_cells: tuple[tuple[int, ...], ...] = ()
+
+    def sent(
+        self, bucket: int, flat: torch.Tensor, square: torch.Tensor, divisor: float, *, whole: bool = False
+    ) -> None:
+        """bucket: >= 0, alike on all ranks. flat: all of it, as it goes into the collective; read, not kept. square:
+        0-dim float64, its sum of squares. divisor: flat / divisor is this rank's contribution to the mean, unscaled.
+        whole: what the window has sent of this bucket before is in it once more (else it adds up).
+
+        On an accelerator the current stream must be one that `flat` is ready on."""
+        if whole and bucket in self._sizes:
+            del self._sizes[bucket]
+            self._sent = [piece for piece in self._sent if piece.bucket != bucket]
+            self._squares = [piece for piece in self._squares if piece.bucket != bucket]
+        if self._sizes.setdefault(bucket, flat.numel()) != flat.numel():
+            self._unclear.add(bucket)
+        self._see(flat.dtype)
+        sums, first = self._signs.rows(flat)
+        self._sent.append(_Slice(bucket, first, sums, divisor))
+        self._squares.append(_Slice(bucket, 0, square.reshape(1), divisor * divisor))
+
+    def received(self, bucket: int, layout: BucketLayout | None, pieces: Sequence[Piece], divisor: float = 1.0) -> None:
+        """Once for each bucket that was sent. pieces: what this rank holds of the reduced gradient, not overlapping, in
+        any order; a parameter without a gradient has none. divisor: piece / divisor is the mean, unscaled.
+        layout None: what lies where is not known in this window, and nothing is measured of the bucket."""
+        if layout is not None:
+            self._layouts[bucket] = layout
+        if layout is None or self._sizes.get(bucket, layout.size) != layout.size:
+            self._unclear.add(bucket)
+            return
+        for flat, start in joined(pieces):
+            self._see(flat.dtype)
+            sums, first = self._signs.rows(flat, start)
+            self._received.append(_Slice(bucket, first, sums.to(self._device), divisor))
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """CHECK_COLUMNS name -> (cells,) float64 of this window, by the plan as it was when this is called; empty
+        without one. Then `plan` is brought up to date."""
+        checks = {}
+        self._window_cells = self._cells
+        if self._cells:
+            checks = {
+                "check_before": self._fold(self._sent, self._signed),
+                "check_after": self._fold(self._received, self._signed),
+                "check_sq": self._fold(self._squares, _plain) + self._floor(),
+            }
+            unclear = [not self._unclear.isdisjoint(cell) for cell in self._cells]
+            if any(unclear):
+                mask = torch.tensor(unclear, device=self._device)
+                checks = {name: sums.masked_fill(mask, torch.nan) for name, sums in checks.items()}
+        self._replan()
+        return checks
+
+    def rows(self, cell: int) -> list[CellRows]:
+        """The buckets of a cell of the last `finish()`, by rows; without those that were not sent or not measured."""
+        found = []
+        for bucket in self._window_cells[cell]:
+            layout = self._layouts.get(bucket)
+            if layout is not None and bucket in self._sizes and bucket not in self._unclear:
+                before, _ = self._by_row(layout, [piece for piece in self._sent if piece.bucket == bucket])
+                after, held = self._by_row(layout, [piece for piece in self._received if piece.bucket == bucket])
+                found.append(CellRows(layout.name, before, after, held, layout.place))
+        return found
+
+    def _see(self, dtype: torch.dtype) -> None:
+        info = torch.finfo(dtype)
+        self._unit, self._smallest = max(self._unit, info.eps / 2), max(self._smallest, info.tiny)
+
+    def _replan(self) -> None:
+        named = {bucket: layout.name for bucket, layout in self._layouts.items()}
+        if self.plan is not None and self.plan.unit == self._unit and named.items() <= self._names.items():
+            return
+        self._names.update(named)
+        buckets = sorted(self._names)
+        each = max(-(-len(buckets) // MOST_CELLS), 1)
+        self._cells = tuple(tuple(buckets[i : i + each]) for i in range(0, len(buckets), each))
+        ends = [(self._names[cell[0]], self._names[cell[-1]]) for cell in self._cells]
+        names = tuple(first if first == last else f"{first} to {last}" for first, last in ends)
+        self.plan = CheckPlan(names, self._receivers, self._unit) if names else None
+
+    @torch.no_grad()
+    def _by_row(self, layout: BucketLayout, slices: Iterable[_Slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows,) float64 sums and (rows,) bool: rows with any element in these slices."""
+        count = -(-layout.size // ROW)
+        sums = torch.zeros(count, dtype=torch.float64, device=self._device)
+        held = torch.zeros(count, dtype=torch.bool, device=self._device)
+        for piece in slices:
+            where = slice(piece.first, piece.first + len(piece.sums))
+            sums[where] += piece.sums.double() / piece.divisor
+            held[where] = True
+        return sums, held
+
+    @torch.no_grad()
+    def _fold(self, slices: Iterable[_Slice], signs: Callable[[_Slice], torch.Tensor]) -> torch.Tensor:
+        """(cells,) float64: signs . sums of each cell's slices. Always in the same order."""
+        cell_of = {bucket: i for i, cell in enumerate(self._cells) for bucket in cell}
+        known = sorted((p for p in slices if p.bucket in cell_of), key=lambda piece: cell_of[piece.bucket])
+        if not known:
+            return torch.zeros(len(self._cells), dtype=torch.float64, device=self._device)
+        key = (signs, self._cells, *((p.bucket, p.first, len(p.sums), p.divisor) for p in known))
+        fold = self._folds.get(key)
+        if fold is None:
+            lengths = [0] * len(self._cells)
+            for piece in known:
+                lengths[cell_of[piece.bucket]] += len(piece.sums)
+            fold = (
+                torch.cat([signs(piece).double() / piece.divisor for piece in known]).to(self._device),
+                torch.tensor(lengths, device=self._device),
+            )
+            self._keep(key, fold)
+        weights, counts = fold
+        found = torch.cat([piece.sums for piece in known]).double() * weights
+        return torch.segment_reduce(found, "sum", lengths=counts, unsafe=True)  # safe: would read the counts back
+
+    def _floor(self) -> torch.Tensor:
+        """(cells,) below the smallest normal number of its dtype an element is rounded as if it were that large; with
+        fp16 on the wire whole layers can be."""
+        key = (self._smallest, self._cells, tuple(self._sizes.items()))
+        if key not in self._folds:
+            sizes = [float(sum(self._sizes.get(bucket, 0) for bucket in cell)) for cell in self._cells]
+            floor = torch.tensor(sizes, dtype=torch.float64, device=self._device) * self._smallest**2
+            self._keep(key, (floor, floor))
+        return self._folds[key][0]
+
+    def _keep(self, key: Hashable, fold: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if len(self._folds) > _FOLDS:
+            self._folds.clear()
+        self._folds[key] = fold
+
+    def _signed(self, piece: _Slice) -> torch.Tensor:
+        return self._signs.of_rows(piece.bucket, piece.first + len(piece.sums))[piece.first :]
+
+
+def _plain(piece: _Slice) -> torch.Tensor:
+    return torch.ones(len(piece.sums))
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same elements in fewer pieces: neighbours in the bucket that are neighbours in memory as they are, of long
+    pieces the whole rows as they are, all else as copies of what lies between those. Empty ones are left out."""
+    runs: list[Piece] = []
+    for flat, start in sorted((p for p in pieces if p[0].numel()), key=lambda piece: piece[1]):
+        flat = flat.detach()
+        if runs and _is_next(runs[-1], flat, start):
+            before, first = runs.pop()
+            flat, start = before.as_strided((start - first + flat.numel(),), (1,)), first
+        runs.append((flat, start))
+    if len(runs) == 1:
+        return runs
+    found: list[Piece] = []
+    short: list[Piece] = []
+    for flat, start in runs:
+        if short and not _follows(short[-1], (flat, start)):
+            found.append(_copied(short))
+            short = []
+        if flat.numel() < _ALONE.get(flat.device.type, _ALONE_ELSEWHERE):
+            short.append((flat, start))
+            continue
+        head = -start % ROW
+        stop = head + (flat.numel() - head) // ROW * ROW
+        if head:
+            short.append((flat[:head], start))
+        if short:
+            found.append(_copied(short))
+        found.append((flat[head:stop], start + head))
+        short = [(flat[stop:], start + stop)] if stop < flat.numel() else []
+    return [*found, _copied(short)] if short else found
+
+
+def _follows(before: Piece, piece: Piece) -> bool:
+    return (
+        before[1] + before[0].numel() == piece[1]
+        and before[0].dtype is piece[0].dtype
+        and before[0].device == piece[0].device
+    )
+
+
+def _is_next(before: Piece, flat: torch.Tensor, start: int) -> bool:
+    """One allocation holds both, one behind the other."""
+    return (
+        _follows(before, (flat, start))
+        and before[0].data_ptr() + before[0].numel() * before[0].element_size() == flat.data_ptr()
+        and before[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    )
+
+
+@torch.no_grad()
+def _copied(short: Sequence[Piece]) -> Piece:
+    return short[0] if len(short) == 1 else (torch.cat([flat for flat, _ in short]), short[0][1])
