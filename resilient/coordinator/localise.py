@@ -16,7 +16,8 @@ from resilient.coordinator.exchange import Exchange
 from resilient.engines.base import CellRows, Engine
 from resilient.signals import CheckPlan, Located
 
-_MARGIN = 64.0  # times the rounding of a row's sums: far below a fault that the whole cell's sum has shown
+_MARGIN = 8.0  # times the rounding of a row's sums in the dtype of the reduction: far below a fault that a whole cell has shown
+_PRODUCTS = 64 * 2.0**-24  # of the products with the signs, which are taken in fp32
 _MOST_CELLS = 4  # that are looked into; a fault that hits more of them is told by these
 
 
@@ -37,7 +38,7 @@ def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[Loca
     # Rounding grows with what was summed: the ranks' own sums, not with their mean, which may nearly cancel.
     size = exchange.total(bucket.before.square()).sqrt()
     received = _received(exchange, plan, bucket)
-    tolerance = _MARGIN * plan.unit * torch.maximum(size, size.square().mean().sqrt())
+    tolerance = (_MARGIN * plan.unit + _PRODUCTS) * torch.maximum(size, size.square().mean().sqrt())
     off = bucket.held & ~((received - sent).abs() <= tolerance)  # a NaN is off
     difference = torch.where(off, received - sent, torch.zeros_like(sent))
     count = off.sum()

@@ -260,7 +260,7 @@ class _ReduceScatterTap(ReduceScatter):
                 dist.get_world_size(group),
                 dist.get_rank(group),
             )
-            self.check.sent(self.bucket, input_tensor, square, factor / divided)
+            self.check.sent(self.bucket, input_tensor, square, factor / divided, shards=self._shards)
         started = time.perf_counter()
         work = self.inner(output_tensor, input_tensor, group, op, async_op)
         self.waited_s += time.perf_counter() - started

@@ -16,6 +16,7 @@ import math
 import torch
 
 ROW = 1024
+_FEW_PARTS = 16  # beyond it a copy is cheaper than a call for each
 _PIECE = 1 << 20  # elements that are converted to fp32 at a time, where the tensor is of another dtype
 
 
@@ -40,9 +41,7 @@ class Signs:
         if torch.is_autocast_enabled(flat.device.type):
             with torch.autocast(flat.device.type, enabled=False):  # or the products are taken in bf16
                 return self.rows(flat, start)
-        u = self._u.get(flat.device)
-        if u is None:
-            u = self._u[flat.device] = next(iter(self._u.values())).to(flat.device)
+        u = self._signs_in_row(flat.device)
         n, first, shift = flat.numel(), start // ROW, start % ROW
         if n == 0:
             return torch.zeros(0, dtype=torch.float32, device=flat.device), first
@@ -61,6 +60,31 @@ class Signs:
         if rest:
             sums.append((flat[n - rest :].float() @ u[:rest]).reshape(1))
         return torch.cat(sums) if len(sums) > 1 else sums[0], first
+
+    @torch.no_grad()
+    def parts(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
+        """(parts * k,) float32 sums by row of a whole bucket that is made of equal parts, each of which begins a row of its
+        own. No host sync."""
+        if parts == 1:
+            return self.rows(tensor)[0]
+        if torch.is_autocast_enabled(tensor.device.type):
+            with torch.autocast(tensor.device.type, enabled=False):
+                return self.parts(tensor, parts)
+        pieces = tensor.detach().reshape(parts, -1)
+        if parts <= _FEW_PARTS:
+            return torch.cat([self.rows(piece)[0] for piece in pieces])
+        part, u = pieces.shape[1], self._signs_in_row(tensor.device)
+        whole = part // ROW * ROW
+        sums = [torch.matmul(pieces[:, :whole].unflatten(1, (-1, ROW)).float(), u)] if whole else []
+        if whole < part:
+            sums.append((pieces[:, whole:].float() @ u[: part - whole])[:, None])
+        return torch.cat(sums, dim=1).reshape(-1)
+
+    def _signs_in_row(self, device: torch.device) -> torch.Tensor:
+        u = self._u.get(device)
+        if u is None:
+            u = self._u[device] = next(iter(self._u.values())).to(device)
+        return u
 
     def of_rows(self, bucket: int, count: int) -> torch.Tensor:
         """(count,) float32 on the CPU: v, the signs of the bucket's first `count` rows."""

@@ -43,7 +43,8 @@ class BucketLayout:
 
     name: of the bucket, for a person; a change of it changes the plan. size: elements, padding included; padding is zero
     on all ranks. spans: (start, stop, parameter) in rising order. shards: the bucket is as many equal parts one behind
-    the other, each with a part of each parameter; the spans are those of the first.
+    the other, each with a part of each parameter; the spans are those of the first. Every part begins a row of its own, so
+    that no row belongs to two ranks.
     """
 
     name: str
@@ -51,19 +52,23 @@ class BucketLayout:
     spans: tuple[tuple[int, int, str], ...]
     shards: int = 1
 
+    @property
+    def rows(self) -> int:
+        return self.shards * -(-self.size // self.shards // ROW)
+
+    def aligned(self, start: int) -> int:
+        """Where an element would be if every part were filled up to whole rows."""
+        part = self.size // self.shards
+        return start // part * (-(-part // ROW) * ROW) + start % part if self.size else 0
+
     def place(self, row: int) -> str:
         """The parameters with elements in this row, as `a`, `a, b` or `a .. z`."""
         part = self.size // self.shards
-        names: dict[str, None] = {}
-        at, end = row * ROW, min((row + 1) * ROW, self.size)
-        while at < end:
-            begin = at // part * part
-            start, stop = at - begin, min(end - begin, part)
-            first = max(bisect_right(self.spans, start, key=lambda span: span[0]) - 1, 0)
-            beyond = bisect_left(self.spans, stop, key=lambda span: span[0])
-            names.update((span[2], None) for span in self.spans[first:beyond] if span[1] > start)
-            at = begin + part
-        found = list(names)
+        start = row % -(-part // ROW) * ROW
+        stop = min(start + ROW, part)
+        first = max(bisect_right(self.spans, start, key=lambda span: span[0]) - 1, 0)
+        beyond = bisect_left(self.spans, stop, key=lambda span: span[0])
+        found = [span[2] for span in self.spans[first:beyond] if span[1] > start]
         return ", ".join(found) if len(found) <= _SHOWN else f"{found[0]} .. {found[-1]}"
 
 
@@ -112,11 +117,19 @@ class ReductionCheck:
         self._window_cells: tuple[tuple[int, ...], ...] = ()
 
     def sent(
-        self, bucket: int, flat: torch.Tensor, square: torch.Tensor, divisor: float, *, whole: bool = False
+        self,
+        bucket: int,
+        flat: torch.Tensor,
+        square: torch.Tensor,
+        divisor: float,
+        *,
+        whole: bool = False,
+        shards: int = 1,
     ) -> None:
         """bucket: >= 0, alike on all ranks. flat: all of it, as it goes into the collective; read, not kept. square:
         0-dim float64, its sum of squares. divisor: flat / divisor is this rank's contribution to the mean, unscaled.
-        whole: what the window has sent of this bucket before is in it once more (else it adds up).
+        whole: what the window has sent of this bucket before is in it once more (else it adds up). shards: as in the
+        bucket's layout.
 
         On an accelerator the current stream must be one that `flat` is ready on."""
         if whole and bucket in self._sizes:
@@ -126,8 +139,7 @@ class ReductionCheck:
         if self._sizes.setdefault(bucket, flat.numel()) != flat.numel():
             self._unclear.add(bucket)
         self._see(flat.dtype)
-        sums, first = self._signs.rows(flat)
-        self._sent.append(_Slice(bucket, first, sums, divisor))
+        self._sent.append(_Slice(bucket, 0, self._signs.parts(flat, shards), divisor))
         self._squares.append(_Slice(bucket, 0, square.reshape(1), divisor * divisor))
 
     def received(self, bucket: int, layout: BucketLayout | None, pieces: Sequence[Piece], divisor: float = 1.0) -> None:
@@ -139,7 +151,7 @@ class ReductionCheck:
         if layout is None or self._sizes.get(bucket, layout.size) != layout.size:
             self._unclear.add(bucket)
             return
-        for flat, start in joined(pieces):
+        for flat, start in joined([(flat, layout.aligned(start)) for flat, start in pieces]):
             self._see(flat.dtype)
             sums, first = self._signs.rows(flat, start)
             self._received.append(_Slice(bucket, first, sums.to(self._device), divisor))
@@ -192,7 +204,7 @@ class ReductionCheck:
     @torch.no_grad()
     def _by_row(self, layout: BucketLayout, slices: Iterable[_Slice]) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows,) float64 sums and (rows,) bool: rows with any element in these slices."""
-        count = -(-layout.size // ROW)
+        count = layout.rows
         sums = torch.zeros(count, dtype=torch.float64, device=self._device)
         held = torch.zeros(count, dtype=torch.bool, device=self._device)
         for piece in slices:

@@ -8,7 +8,7 @@
     then                                    roll back before the onset, skip the data window, cut LR and clip, re-warm
     machine or wire to blame, again         roll back before the onset; the data are trained on again, LR and clip stay
     replicas differ (BR-39)                 roll back at once to before they did: the weights themselves are wrong
-    budgets used up                         stop, with a report
+    budgets used up                         stop, with a report; for machine or wire as soon as no rollback is left
     silent collapse, if `on_collapse` says  stop early, or roll back before its onset (never a skip)
 
 Everything in `state_dict` outlives a rollback (BR-46): otherwise the budget would reset itself each time it is used.
@@ -86,7 +86,8 @@ class Ladder:
             skip_data = self.config.rollback.skip_data and not (self._spared or not_the_data)
             reason = f"{self._why(verdict)}; {in_a_row + self._retries_in_a_row} refusals in a row did not help"
             return Decision("rollback", step, attempt, reason=reason, knobs=knobs, skip_data=skip_data, **found)  # type: ignore[arg-type]
-        if may_refuse:
+        does_not_pass = not_the_data and self.rollbacks >= self.config.rollback.budget  # leaving data out would not cure it
+        if may_refuse and not does_not_pass:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; the budget is used up", **found)  # type: ignore[arg-type]
 

@@ -161,8 +161,23 @@ def test_places_in_shards() -> None:
     """A bucket of four parts, each with a share of three parameters; rows that cross from part to part."""
     layout = BucketLayout("unit", 4 * 1500, ((0, 500, "a"), (500, 510, "b"), (510, 1500, "c")), shards=4)
     assert layout.place(0) == "a, b, c"
-    assert layout.place(1) == "c, a, b"
-    assert layout.place(5) == "c"  # the last row: elements 5120 to 6000 of the last part
+    assert layout.place(1) == "c"  # no row belongs to two parts
+    assert layout.place(2) == "a, b, c"
+    assert (layout.rows, layout.place(7)) == (8, "c")
+    assert [layout.aligned(start) for start in (0, 1499, 1500, 4500 + 7)] == [0, 1499, 2048, 3 * 2048 + 7]
+
+
+def test_rows_of_parts_are_those_of_each_part_by_itself() -> None:
+    """Few parts are taken one by one, many together: the same sums, and a shard's own sums are among them."""
+    signs = Signs(torch.device("cpu"))
+    for parts, size in ((3, 2500), (3, 1024), (40, 700), (40, 2048), (40, 1500)):
+        flat = torch.randn(parts * size, generator=torch.Generator().manual_seed(parts + size))
+        layout = BucketLayout("unit", parts * size, ((0, size, "a"),), shards=parts)
+        sums = signs.parts(flat, parts)
+        assert len(sums) == layout.rows
+        for part in (0, 1, parts - 1):
+            own, first = signs.rows(flat[part * size : (part + 1) * size], layout.aligned(part * size))
+            torch.testing.assert_close(own, sums[first : first + len(own)])
     many = BucketLayout("bucket", 1000, tuple((i * 10, i * 10 + 10, f"p{i}") for i in range(100)))
     assert many.place(0) == "p0 .. p99"
 

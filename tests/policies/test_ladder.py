@@ -94,6 +94,14 @@ def test_a_fault_of_machine_or_wire_is_run_again_then_gone_back_from_and_costs_n
     assert [d.action for d in taken] == ["retry", "retry", "skip"]
 
 
+def test_a_fault_of_machine_or_wire_that_does_not_pass_ends_the_job_rather_than_its_data():
+    ladder = Ladder(CONFIG)
+    taken = run(ladder, [verdict(10, cause="compute")] * 12)
+    actions = [d.action for d in taken]
+    end = actions.index("stop")
+    assert actions[:end].count("rollback") == CONFIG.rollback.budget and "skip" not in actions[: actions.index("rollback")]
+
+
 def test_a_retry_counts_in_the_budget_and_is_only_told_when_observing():
     ladder = Ladder(replace(CONFIG, skip=replace(CONFIG.skip, budget=1)))
     assert [d.action for d in run(ladder, [verdict(10, cause="compute")] * 2)] == ["retry", "rollback"]
