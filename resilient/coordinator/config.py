@@ -21,6 +21,8 @@ class GuardConfig:
     layers: gradient and update norms by layer group, too (S3).
     scene: what is kept of a refused step (T3, T12): none | batch | full (the rank's whole state too).
     scene_limit: scenes per rank and start.
+    reduction_check: compare what goes into each gradient reduction with what comes out of it (C2). Costs two passes over the
+        gradients.
     confirmations: how often in one start a step is held while a suspect rank's window runs once more, on that rank and on
         a peer, to tell its batch from its machine (C2). 0: never.
     digests_every: steps between comparisons of what ranks hold alike: parameters, optimizer, buffers, random streams
@@ -40,6 +42,7 @@ class GuardConfig:
     layers: bool = True
     scene: Literal["none", "batch", "full"] = "batch"
     scene_limit: int = 20
+    reduction_check: bool = True
     confirmations: int = 8
     digests_every: int = 100
     link_probes: int = 2

@@ -123,6 +123,7 @@ class Coordinator:
         self._refused: Refused | None = None  # a window that is to run again before anything else: looked at, or held
         self._again: Refused | None = None  # the window of the next attempt, after a retry
         self._plan: CheckPlan | None = None  # of the reduction check, as this rank's engine had it at the last gate
+        self._plan_digest = 0.0
         self._lrs = (0.0, 0.0)  # of the last two applied steps
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
@@ -201,6 +202,8 @@ class Coordinator:
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config
+        if not config.reduction_check:
+            self.engine.uncheck()
         self._hosts = self.exchange.hosts()
         self._rerun = Rerun(
             self.engine,
@@ -481,8 +484,10 @@ class Coordinator:
         for name, value in evaluated.items():
             setattr(record, name, value)
         record.digest = self._digest
-        self._plan = self.engine.check_plan()
-        record.check_plan = self._plan.digest() if self._plan is not None else 0.0
+        plan = self.engine.check_plan()
+        if plan is not self._plan:
+            self._plan, self._plan_digest = plan, plan.digest() if plan is not None else 0.0
+        record.check_plan = self._plan_digest
         if self._second_look is not None and self._fingerprints is not None:
             self._second_look.fill(record)
             self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))

@@ -145,6 +145,9 @@ class Engine(Protocol):
         """What `Taps.checks` is about from now on; None where nothing is reduced, or where the buckets are not known yet
         (they are after the first window). It may change between windows, on all ranks alike."""
 
+    def uncheck(self) -> None:
+        """From the next window on nothing is measured for the reduction check: `check_plan` is None for good. On all ranks."""
+
     def check_rows(self, cell: int) -> list[CellRows]:
         """The buckets of a cell, by rows, of the window whose taps were read last. Before apply or skip. Local."""
 

@@ -101,6 +101,10 @@ class DDPEngine(TorchOptimEngine):
     def check_plan(self) -> CheckPlan | None:
         return self._tap.check.plan if self._tap is not None and self._tap.check is not None else None
 
+    def uncheck(self) -> None:
+        if self._tap is not None:
+            self._tap.check = None
+
     def check_rows(self, cell: int) -> list[CellRows]:
         return self._tap.check.rows(cell) if self._tap is not None and self._tap.check is not None else []
 

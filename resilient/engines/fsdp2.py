@@ -119,6 +119,9 @@ class FSDP2Engine(TorchOptimEngine):
     def check_plan(self) -> CheckPlan | None:
         return self._check.plan if self._check is not None else None
 
+    def uncheck(self) -> None:
+        self._drop_check()
+
     def check_rows(self, cell: int) -> list[CellRows]:
         return self._check.rows(cell) if self._check is not None else []
 

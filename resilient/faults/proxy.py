@@ -53,6 +53,9 @@ class EngineProxy:
     def check_plan(self) -> CheckPlan | None:
         return self.inner.check_plan()
 
+    def uncheck(self) -> None:
+        self.inner.uncheck()
+
     def check_rows(self, cell: int) -> list[CellRows]:
         return self.inner.check_rows(cell)
 

@@ -86,7 +86,9 @@ class Ladder:
             skip_data = self.config.rollback.skip_data and not (self._spared or not_the_data)
             reason = f"{self._why(verdict)}; {in_a_row + self._retries_in_a_row} refusals in a row did not help"
             return Decision("rollback", step, attempt, reason=reason, knobs=knobs, skip_data=skip_data, **found)  # type: ignore[arg-type]
-        does_not_pass = not_the_data and self.rollbacks >= self.config.rollback.budget  # leaving data out would not cure it
+        does_not_pass = (
+            not_the_data and self.rollbacks >= self.config.rollback.budget
+        )  # leaving data out would not cure it
         if may_refuse and not does_not_pass:
             return Decision("skip", step, attempt, reason=self._why(verdict), overflow=verdict.scale_overflow, **found)  # type: ignore[arg-type]
         return Decision("stop", step, attempt, reason=f"{self._why(verdict)}; the budget is used up", **found)  # type: ignore[arg-type]

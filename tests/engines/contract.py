@@ -266,6 +266,10 @@ def check_reduction(adapter: Adapter, rank: int, world: int) -> None:
                     engine.skip()
                 else:
                     engine.apply(grad_norm(taps), NEUTRAL)
+            engine.uncheck()
+            unchecked, _ = window(engine, setup, 5, rank)
+            assert engine.check_plan() is None and not unchecked.checks, "nothing is checked any more"
+            assert float(unchecked.local_sq) > 0 and unchecked.buckets == taps.buckets, "what else is tapped stays"
             engine.close()
 
 

@@ -99,7 +99,9 @@ def test_a_fault_of_machine_or_wire_that_does_not_pass_ends_the_job_rather_than_
     taken = run(ladder, [verdict(10, cause="compute")] * 12)
     actions = [d.action for d in taken]
     end = actions.index("stop")
-    assert actions[:end].count("rollback") == CONFIG.rollback.budget and "skip" not in actions[: actions.index("rollback")]
+    assert (
+        actions[:end].count("rollback") == CONFIG.rollback.budget and "skip" not in actions[: actions.index("rollback")]
+    )
 
 
 def test_a_retry_counts_in_the_budget_and_is_only_told_when_observing():

@@ -26,7 +26,7 @@ class ReductionCheck:
     """Sums of one engine's windows. Costs a pass over what is sent, one over what is received, and for every 1024
     parameters 13 bytes.
 
-    plan: None with a single rank, which has nothing to compare.
+    plan: None with a single rank, which has nothing to compare; set it to None to measure the squares alone.
     """
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
@@ -55,6 +55,10 @@ class ReductionCheck:
     @torch.no_grad()
     def sent(self, pieces: list[Piece]) -> None:
         """These gradients are about to be reduced."""
+        if self.plan is None:
+            index, lines = self._map.sums(pieces, signed=False, squares=True)
+            self._rows[_SQ : _SQ + 1].index_add_(1, index, lines)
+            return
         index, lines = self._map.sums(pieces, squares=True)
         self._rows[: _SQ + 1].index_add_(1, index, lines)
 
@@ -62,7 +66,7 @@ class ReductionCheck:
     def carry(self) -> None:
         """A micro-step was added to those before it: that rounds the sum so far, however small the addition. The sums by
         row, squared, are on average its square, which is not to be had otherwise."""
-        if torch.finfo(self._stage.reduction_dtypes()[-1]).eps / 2 == self._unit:
+        if self.plan is not None and torch.finfo(self._stage.reduction_dtypes()[-1]).eps / 2 == self._unit:
             self._carried += self._map.cells(self._rows[_BEFORE : _BEFORE + 1].square())[0]
 
     @torch.no_grad()

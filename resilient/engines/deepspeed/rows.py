@@ -94,9 +94,11 @@ class Rows:
         return self._names[bisect.bisect_right(self._names, row, key=lambda entry: entry[0]) - 1][1]
 
     @torch.no_grad()
-    def sums(self, pieces: Sequence[Piece], squares: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) int64 numbers of the rows that the pieces touch, each once, and (1, n) float32 sums over each row of
-        sign-in-row x element; with `squares` a second line: sums of squares. NaN and Inf stay in their rows."""
+    def sums(
+        self, pieces: Sequence[Piece], *, signed: bool = True, squares: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n,) int64 numbers of the rows that the pieces touch, each once, and a float32 line for each that is asked for:
+        signed, sums over each row of sign-in-row x element; squares, sums of squares. NaN and Inf stay in their rows."""
         plan = self._plan(tuple((id(p.parameter), p.start, p.tensor.numel()) for p in pieces))
         flats = [p.tensor.detach().reshape(-1) for p in pieces]
         matrices = [flats[cut.piece][cut.start : cut.stop] for cut in plan.long]
@@ -113,10 +115,13 @@ class Rows:
             matrices.insert(0, torch.cat(together).float())
         sums, norms = [], []
         for matrix in matrices:  # both while it is in the cache
-            sums.append(self._in_row.rows(matrix)[0])
+            if signed:
+                sums.append(self._in_row.rows(matrix)[0])
             if squares:
                 norms.append(torch.linalg.vector_norm(matrix.view(-1, ROW), dim=1, dtype=torch.float32))
-        lines = [_joined(sums, self._device), *([_joined(norms, self._device).square()] if squares else [])]
+        lines = [_joined(sums, self._device)] if signed else []
+        if squares:
+            lines.append(_joined(norms, self._device).square())
         return plan.numbers, torch.stack(lines)
 
     def cells(self, rows: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,9 @@ class DeepSpeedEngine:
         """A cell is a layer group. None with a single rank."""
         return self._check.plan
 
+    def uncheck(self) -> None:
+        self._check.plan = None
+
     def check_rows(self, cell: int) -> list[CellRows]:
         """One entry: the layer group, each of its parameters in rows of its own."""
         return [self._check.rows_of(cell)]
