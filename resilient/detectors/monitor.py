@@ -82,6 +82,8 @@ class Monitor:
         return alarms
 
     def _news(self, findings: Sequence[Finding]) -> tuple[Alarm, ...]:
+        if not findings:
+            return ()
         alarms = []
         worst: dict[str, Finding] = {}
         for finding in findings:

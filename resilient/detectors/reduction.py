@@ -125,11 +125,12 @@ class ReductionCheck:
         return tuple(int(c) for c in np.argsort(-excess, kind="stable") if excess[c] > 1)
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
-        mine = [f for f in findings if f.detector == self.name]
-        self._onset = min((f.onset_step for f in mine), default=None)
         checks = observation.checks
         if checks is None:
+            self._onset = None
             return
+        mine = [f for f in findings if f.detector == self.name]
+        self._onset = min((f.onset_step for f in mine), default=None)
         if not self._known(checks):
             self._plan = _key(checks.plan)
             self._off.clear()

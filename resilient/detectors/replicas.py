@@ -51,12 +51,16 @@ class Replicas:
         self._batches: dict[tuple[int, ...], list[int]] = {}  # ranks fed alike -> attempts lately
 
     def observe(self, observation: Observation) -> list[Finding]:
-        findings = []
+        findings: list[Finding] = []
+        if not observation.per_rank:  # a log file
+            return findings
         for kind in _ALIKE:
             findings += self._compare(observation, kind)
         return [*findings, *self._same_streams(observation), *self._same_batches(observation)]
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
+        if not observation.per_rank:
+            return
         mine = [f for f in findings if f.detector == self.name]
         for kind in _ALIKE:
             signal = f"digest_{kind}"

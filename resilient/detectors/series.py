@@ -55,7 +55,8 @@ class _Judged:
     observation: Observation
     look: Look
     ratios: np.ndarray  # (n, COUNT) score / warn threshold; 0 where a statistic does not speak
-    largest: float  # of ratios
+    high: list[int]  # places in ratios, flat, of those worth a look
+    largest: float  # of them, 0 if there are none
     names: list[str]
 
 
@@ -79,6 +80,7 @@ class Series:
     _tail: Tail
     _inverse: np.ndarray  # (rows, COUNT) 1 / warn threshold; 0 where a statistic does not speak yet
     _watch_from: float  # below this share of its warn threshold nothing is worth watching
+    _look_from: float  # below this share nothing is worth a look, nor for the stability level
     _trouble: bool  # some row is odd or cooling down
     _settled: bool  # the logging interval of all rows is known
     _mirrored: bool  # some sign is -1
@@ -113,9 +115,9 @@ class Series:
             return []
         flat = judged.ratios.ravel()
         best: dict[int, int] = {}  # row -> where its largest ratio is
-        for place in np.flatnonzero(flat > 0.5).tolist():
+        for place in judged.high:
             row = place // COUNT
-            if row not in best or flat[place] > flat[best[row]]:
+            if flat[place] > 0.5 and (row not in best or flat[place] > flat[best[row]]):
                 best[row] = place
         return [(judged.names[row], STATISTICS[place % COUNT], float(flat[place])) for row, place in best.items()]
 
@@ -151,7 +153,9 @@ class Series:
         look = self._statistics.look(selected, values, everyone)
         ratios = look.scores * (self._inverse if everyone else self._inverse[selected])
         names = self._names if everyone else [self._names[r] for r in rows]
-        self._last = _Judged(observation, look, ratios, float(ratios.max()), names)
+        flat = ratios.ravel()
+        high = np.flatnonzero(flat > self._look_from).tolist()
+        self._last = _Judged(observation, look, ratios, high, max((float(flat[h]) for h in high), default=0.0), names)
         return self._last
 
     def _values(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
@@ -315,7 +319,7 @@ class Series:
             if not self._settled:
                 moved |= self._count_interval()
             if moved:
-                self._watch_from = self._tail.watch_from
+                self._thresholds_moved()
             np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
         if self._trouble:
             for row in np.flatnonzero(self.odd >= self.config.accept_after):
@@ -443,7 +447,7 @@ class Series:
         for row in range(known, n):
             self._set_prior(row)
         self._inverse = self._statistics.speaks / self._tail.thresholds[:, :, 1] if n else np.zeros((0, COUNT))
-        self._watch_from = self._tail.watch_from
+        self._thresholds_moved()
         self._note_scales()
 
     def _set_prior(self, row: int) -> None:
@@ -461,6 +465,10 @@ class Series:
             self._tail.prior_mean[row, POINT], self._tail.prior_std[row, POINT] = math.log(3.0), 0.2
             self._tail.lowest[row, POINT] = 3.0
         self._tail.refresh(np.array([row]))
+
+    def _thresholds_moved(self) -> None:
+        self._watch_from = self._tail.watch_from
+        self._look_from = min(0.5, self._watch_from)
 
     def _note_scales(self) -> None:
         """Signs and scales of the rows may have changed."""
@@ -507,7 +515,7 @@ class Series:
         self._statistics.changed()
         self._note_scales()
         np.divide(self._statistics.speaks, self._tail.thresholds[:, :, 1], out=self._inverse)
-        self._watch_from = self._tail.watch_from
+        self._thresholds_moved()
         self._trouble, self._settled = True, False
         self._last = None
 

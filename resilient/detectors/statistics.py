@@ -37,6 +37,7 @@ _CLIP_DIFFERENCE = 4.0
 _ABS_TO_SIGMA = 1.2533  # of a normal distribution: sigma / E|x|
 _MAD_TO_SIGMA = 1.4826
 _LEAST_SPREAD = 0.05
+_SIGMA_MEMORY = np.array([128.0, 24.0])  # points; the smaller of both sigmas counts, the short one 1.4 times
 _YOUNG = 160  # points of a steep start: differences have a say in sigma (their own is sqrt(2) larger, which is margin)
 _EARLY = 25
 _LAG = 4  # batches
@@ -116,8 +117,8 @@ class Statistics:
 
     _WINDOWS = ("accepted", "window", "recent", "ratios")
     _ARRAYS = (
-        "floors", "points", "level_1", "level_2", "sigma", "fast_sigma", "centre", "spread", "difference_mean",
-        "reference_points", "speaks", "sigma_now", "centre_now", "spread_now", "unit_now", "mature", "kept_residual",
+        "floors", "points", "level_1", "level_2", "sigmas", "centre", "spread", "difference_mean",
+        "reference_points", "speaks", "sigma_now", "reach_now", "centre_now", "spread_now", "unit_now", "mature", "kept_residual",
         "kept_linear", "kept_ratio", "kept_calm", "kept", "waiting", "waiting_calm",
     )  # fmt: skip
 
@@ -131,13 +132,13 @@ class Statistics:
         self.recent = Windows(n, _RECENT)  # values as they came
         self.ratios = Windows(n, _DIFFERENCES)  # of step-to-step differences to their reference mean
         self.level_1, self.level_2 = np.zeros(n), np.zeros(n)  # running level one and two steps ago
-        self.sigma, self.fast_sigma = np.zeros(n), np.zeros(n)  # memory of 128 and 24 points
+        self.sigmas = np.zeros((n, 2))  # of _SIGMA_MEMORY points
         self.centre, self.spread = np.zeros((n, 3)), np.ones((n, 3))  # of the linear statistics in healthy times
         self.difference_mean = np.zeros(n)  # m with E min(|difference| / m, 4) = 1 over the reference
         self.reference_points = np.zeros(n, dtype=np.int64)
         self.speaks = np.zeros((n, COUNT))
         # What `look` uses, derived from the references when they change.
-        self.sigma_now, self.unit_now = np.ones(n), np.ones(n)
+        self.sigma_now, self.reach_now, self.unit_now = np.ones(n), np.full(n, _CLIP), np.ones(n)
         self.centre_now, self.spread_now = np.zeros((n, 3)), np.ones((n, 3))
         self.mature = np.zeros(n)  # 1 from where on the window's slope is no longer that of the steep start
         # What the references have not taken in yet.
@@ -167,11 +168,11 @@ class Statistics:
         if self._unmet:
             self._meet(rows, y)
         recent, window, accepted, ratios = self.recent.now, self.window.now, self.accepted.now, self.ratios.now
-        sigma, level_2, unit = self.sigma_now, self.level_2, self.unit_now
+        sigma, reach, level_2, unit = self.sigma_now, self.reach_now, self.level_2, self.unit_now
         centre, spread, mature, speaks = self.centre_now, self.spread_now, self.mature, self.speaks
         if not everyone:
             recent, window, accepted, ratios = recent[rows], window[rows], accepted[rows], ratios[rows]
-            sigma, level_2, unit = sigma[rows], level_2[rows], unit[rows]
+            sigma, reach, level_2, unit = sigma[rows], reach[rows], level_2[rows], unit[rows]
             centre, spread, mature, speaks = centre[rows], spread[rows], mature[rows], speaks[rows]
         last, before = recent[:, -1], recent[:, -2]
         fixed = window @ _WEIGHTS
@@ -189,7 +190,6 @@ class Statistics:
         middle_of_three -= level_2
         middle_of_three -= bias
         np.divide(middle_of_three, sigma, out=scores[:, CONFIRMED])
-        reach = _CLIP * sigma
         clipped = np.minimum(np.maximum(y, level - reach), level + reach)
         linear = clipped[:, None] * _NEWEST
         linear += fixed[:, 1:]
@@ -254,13 +254,14 @@ class Statistics:
         share = count / np.maximum(count, 1.0)  # 1 where a row has anything to take in
         size = _ABS_TO_SIGMA * np.abs(self.kept_residual[:, :used])
         young = self.points <= _MEDIAN
-        for array, memory in ((self.sigma, 128), (self.fast_sigma, 24)):
-            cap = np.where(young, np.inf, 4.0 * np.maximum(array, self.floors))
-            mean = (np.minimum(size, cap[:, None]) * calm).sum(axis=1) / np.maximum(count, 1.0)
-            rate = np.where(
-                young, 1.0 / points, np.minimum(np.maximum(count / memory, 3.0 * count / (points + 3.0)), 1.0)
-            )
-            array += share * rate * (mean - array)
+        cap = 4.0 * np.maximum(self.sigmas, self.floors[:, None])
+        rate = np.minimum(np.maximum(count[:, None] / _SIGMA_MEMORY, (3.0 * count / (points + 3.0))[:, None]), 1.0)
+        if young.any():
+            cap[young], rate[young] = np.inf, 1.0 / points[young, None]
+        mean = (np.minimum(size[:, None], cap[:, :, None]) * calm[:, None]).sum(axis=2) / np.maximum(count, 1.0)[
+            :, None
+        ]
+        self.sigmas += share[:, None] * rate * (mean - self.sigmas)
         self._take_in_linear(calm, points)
         self._take_in_differences(calm, count, self.kept_ratio[:, :used])
         self.kept_calm[:] = 0.0
@@ -320,7 +321,7 @@ class Statistics:
         ).astype(np.int64)
 
     def _derive(self) -> None:
-        sigma = np.minimum(self.sigma, 1.4 * self.fast_sigma)
+        sigma = np.minimum(self.sigmas[:, 0], 1.4 * self.sigmas[:, 1])
         young = np.flatnonzero(self.points < _YOUNG)
         if len(young):  # residuals of the steep start are no noise: step-to-step differences do not see the trend
             steps = np.abs(np.diff(self.recent.now[young, -_EARLY:], axis=1))
@@ -330,6 +331,7 @@ class Statistics:
         self.sigma_now = sigma * np.minimum(
             1.0 + 8.0 / np.maximum(self.points, 1), 2.0
         )  # few points: not so sure of it
+        self.reach_now = _CLIP * self.sigma_now
         self.unit_now = np.maximum(self.difference_mean, self.floors)
         self.centre_now = np.maximum(self.centre, 0.0)  # a falling loss must not make its end look like a rise
         self.spread_now = np.maximum(self.spread, _LEAST_SPREAD)
@@ -346,8 +348,7 @@ class Statistics:
         self.window.now[row] = level
         self.level_1[row] = self.level_2[row] = level
         noise = _ABS_TO_SIGMA * float(np.mean(np.abs(recent - np.median(recent))))
-        self.sigma[row] = max(float(self.sigma[row]), noise)
-        self.fast_sigma[row] = max(float(self.fast_sigma[row]), noise)
+        self.sigmas[row] = np.maximum(self.sigmas[row], noise)
         self._derive()
 
     def accept_widening(self, row: int) -> None:

@@ -288,7 +288,7 @@ def test_br47_a_monitor_that_sees_says_nothing():
 
 # -- BR-42: who is waited for ----------------------------------------------------------------------------------------
 
-NAP = 0.05
+NAP = 0.15
 
 
 def slow_hook(state: Any, bucket: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from resilient import faults
-from resilient.bench.attribution.scenarios import FAULT_STEP, STEPS, Scenario
+from resilient.bench.attribution.scenarios import FAULT_STEP, Scenario
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.events import Incident, StepReport
@@ -85,10 +85,8 @@ class _Ear:
     def close(self) -> None: ...
 
 
-def run_scenario(
-    scenario: Scenario, engine_name: str, rank: int, world: int, seed: int, steps: int = STEPS
-) -> dict[str, Any]:
-    """Train `steps` steps with the fault of the scenario; plain values of what came of it on this rank."""
+def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, seed: int) -> dict[str, Any]:
+    """Train with the fault of the scenario; plain values of what came of it on this rank."""
     _seed(1000 * seed)
     data = DataConfig(
         name="synthetic", seq_len=32, micro_batch=4, accumulation=scenario.accumulation, max_bytes=200_000
@@ -138,7 +136,7 @@ def run_scenario(
     )
     ended, started = "", time.perf_counter()
     try:
-        for batch in guard.batches(steps=steps):
+        for batch in guard.batches(steps=scenario.steps):
             result = objective(guard.engine, batch)
             mean = result.loss_sum.detach() / max(result.tokens, 1)
             guard.backward(weighted(result, guard), report=mean, tokens=result.tokens)

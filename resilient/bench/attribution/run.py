@@ -1,10 +1,11 @@
 """Which rank, and why: every fault in every engine at 2 and 4 ranks, over seeds, against clean controls.
 
-    resilient bench attribution [--quick] [--engines ddp zero3 ...] [--worlds 2 4] [--seeds 3] [--only TEXT] [--format text|json] [--out FILE]
+    resilient bench attribution [--quick] [--engines ddp zero3 ...] [--worlds 2 4] [--seeds 3] [--only TEXT]
+                                [--simulated STEPS] [--format text|json] [--out FILE]
 
 Live runs: real engine, model, data and guard; one launch per engine and world size goes through all scenarios. Beside it,
 on the losses and norms of the same runs, the public rules that answer at least "is something wrong now?"; none of them
-names a rank or a cause. Exit 1 when a bound that is stated below the tables is missed.
+names a rank or a cause. False verdicts are also counted on simulated healthy runs of 2 and 8 ranks. Exit 1 when a bound that is stated below the tables is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient.bench.attribution.scenarios import ENGINES, FAULT_STEP, SCENARIOS, STEPS, Scenario
+from resilient.bench.attribution.clean import FalseVerdicts, judge_clean
+from resilient.bench.attribution.scenarios import ENGINES, SCENARIOS, Scenario
 from resilient.bench.attribution.score import Score, score, total
 from resilient.bench.attribution.table import text
 from resilient.recovery.local import spawn
@@ -41,12 +43,12 @@ class Check:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
-def launch(engine: str, world: int, seeds: int, only: str, steps: int) -> list[dict[str, Any]]:
+def launch(engine: str, world: int, seeds: int, only: str) -> list[dict[str, Any]]:
     """All scenarios that this engine can have, in `world` ranks of this host; plain values, one entry a run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "runs.json"
         command = [sys.executable, "-m", "resilient.bench.attribution", "--worker", str(out), "--engines", engine]
-        command += ["--seeds", str(seeds), "--only", only, "--steps", str(steps)]
+        command += ["--seeds", str(seeds), "--only", only]
         code = spawn(command, world, {**os.environ, "OMP_NUM_THREADS": "1"})
         runs = json.loads(out.read_text()) if out.exists() else []
         if code != 0:
@@ -64,7 +66,7 @@ def launch(engine: str, world: int, seeds: int, only: str, steps: int) -> list[d
         return runs
 
 
-def worker(engine: str, seeds: int, only: str, steps: int, out: str) -> int:
+def worker(engine: str, seeds: int, only: str, out: str) -> int:
     """One rank of a launch. Rank 0 writes after every run, so that a hang loses only what hangs."""
     import torch
     import torch.distributed as dist
@@ -80,7 +82,7 @@ def worker(engine: str, seeds: int, only: str, steps: int, out: str) -> int:
     try:
         for scenario in chosen(engine, world, only):
             for seed in range(seeds):
-                runs.append(run_scenario(scenario, engine, rank, world, seed, steps))
+                runs.append(run_scenario(scenario, engine, rank, world, seed))
                 if rank == 0:
                     Path(out).write_text(json.dumps(runs))
     finally:
@@ -103,9 +105,14 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"scenarios": scenarios, "engines": engines, "all": total(scenarios.values())}
 
 
-def checks(found: Score) -> list[Check]:
+def checks(found: Score, clean: Sequence[FalseVerdicts] = ()) -> list[Check]:
     detected = max(found.detected, 1)
+    simulated = [
+        Check(f"the same in {c.steps} simulated steps, {c.world} ranks, {c.tails} tails", float(c.accusing), 0.0, False)
+        for c in clean
+    ]
     return [
+        *simulated,
         Check("rank named correctly, of detected faults", found.ranks / detected, _RANKS_RIGHT),
         Check("cause named correctly, of detected faults", found.causes / detected, _CAUSES_RIGHT),
         Check("false communication or compute verdicts in clean steps", float(found.false), 0.0, False),
@@ -122,28 +129,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--worlds", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run; the fault comes at step {FAULT_STEP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="scenarios with this in their name")
+    parser.add_argument(
+        "--simulated", type=int, default=100_000, metavar="STEPS", help="of each simulated healthy run; 0: none"
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--out", metavar="FILE", default=None)
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.steps <= FAULT_STEP:
-        parser.error(f"--steps {options.steps}: the fault comes at step {FAULT_STEP}")
     if options.worker:
-        return worker(options.engines[0], options.seeds, options.only, options.steps, options.worker)
+        return worker(options.engines[0], options.seeds, options.only, options.worker)
     engines, worlds, seeds = (["ddp"], [2], 1) if options.quick else (options.engines, options.worlds, options.seeds)
     runs: list[dict[str, Any]] = []
     for engine in engines:
         for world in worlds:
-            runs += launch(engine, world, seeds, options.only, options.steps)
+            runs += launch(engine, world, seeds, options.only)
             print(f"{engine}, {world} ranks: done", file=sys.stderr, flush=True)
+    simulated = 2_000 if options.quick else options.simulated
+    clean = [judge_clean(w, tails, simulated) for w in (2, 8) for tails in ("normal", "t3")] if simulated else []
     found = summarise(runs)
-    held = checks(found["all"])
+    held = checks(found["all"], clean)
     report = text(found, held, runs)
     if options.out:
         plain = {k: {n: vars(s) for n, s in v.items()} if isinstance(v, dict) else vars(v) for k, v in found.items()}
-        Path(options.out).write_text(json.dumps({"summary": plain, "runs": runs}, indent=1) + "\n")
+        Path(options.out).write_text(
+            json.dumps({"summary": plain, "clean": [vars(c) for c in clean], "runs": runs}, indent=1) + "\n"
+        )
     print(json.dumps([vars(c) for c in held]) if options.format == "json" else report)
     return 0 if all(c.held for c in held) else 1
 

@@ -8,13 +8,13 @@ from typing import Any
 
 ENGINES = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
 FAULT_STEP = 40  # references need a history; a run that breaks in its first steps is another benchmark's
-STEPS = 56
+STEPS, CLEAN_STEPS = 56, 120
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """fault: as in conf/fault, without its step. engines: where it can be; precision: what it needs. quiet: it must not be
-    refused, only told (a straggler, a mix-up of samples). policy_free: what the fault leaves behind is not a verdict."""
+    """fault: as in conf/fault, without its step. engines: where it can be; precision: what it needs. steps: of
+    the run, for what shows only over a while."""
 
     name: str
     fault: Mapping[str, Any]
@@ -22,6 +22,7 @@ class Scenario:
     precision: str = "fp32"
     accumulation: int = 1
     worlds: tuple[int, ...] = (2, 4)
+    steps: int = STEPS
 
     def at(self, step: int, seed: int) -> dict[str, Any]:
         """The fault at `step`. Drawn places change with the seed."""
@@ -36,9 +37,9 @@ class Scenario:
 _HALF = ("zero0", "zero1", "zero2", "zero3")
 
 SCENARIOS: tuple[Scenario, ...] = (
-    Scenario("clean", {"kind": "none"}),
-    Scenario("clean, accumulation 2", {"kind": "none"}, accumulation=2),
-    Scenario("clean, bf16", {"kind": "none"}, precision="bf16"),
+    Scenario("clean", {"kind": "none"}, steps=CLEAN_STEPS),
+    Scenario("clean, accumulation 2", {"kind": "none"}, accumulation=2, steps=CLEAN_STEPS),
+    Scenario("clean, bf16", {"kind": "none"}, precision="bf16", steps=CLEAN_STEPS),
     # compute: one rank's own gradient is wrong
     Scenario("spike x1000", {"kind": "rank_grad_spike", "rank": 1, "factor": 1000.0}),
     Scenario("spike x10", {"kind": "rank_grad_spike", "rank": 1, "factor": 10.0}),
@@ -52,7 +53,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "replica drift", {"kind": "replica_drift", "rank": 1, "relative": 0.05, "seed": 0}, engines=("ddp", "zero0")
     ),
-    Scenario("slow compute", {"kind": "slow_compute", "rank": 1, "ms": 60.0}),
+    Scenario("slow compute", {"kind": "slow_compute", "rank": 1, "ms": 120.0}, steps=80),
     # communication: what a rank received is wrong, or late
     Scenario("result NaN", {"kind": "bad_reduction", "rank": 1, "how": "nan", "seed": 0}),
     Scenario("result off by 0.1", {"kind": "bad_reduction", "rank": 1, "how": "finite", "relative": 0.1, "seed": 0}),
@@ -67,14 +68,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario("stale bucket", {"kind": "bad_reduction", "rank": 1, "how": "stale", "elements": None, "seed": 0}),
     Scenario("skipped reduction", {"kind": "skipped_reduction", "rank": 1}),
-    Scenario("slow link", {"kind": "slow_link", "rank": 1, "ms": 60.0}),
+    Scenario("slow link", {"kind": "slow_link", "rank": 1, "ms": 120.0}, steps=80),
     # data
     Scenario("bad sample, odd loss", {"kind": "bad_sample", "rank": 1, "loss": "odd", "seed": 0}),
     Scenario("bad sample, normal loss", {"kind": "bad_sample", "rank": 1, "loss": "normal", "seed": 0}),
     Scenario(
         "NaN in a module from one batch", {"kind": "nan_in_module", "rank": 1, "module": "blocks.1", "place": "forward"}
     ),
-    Scenario("same samples on two ranks", {"kind": "shuffle_mismatch", "rank": 1, "differs": "rank"}),
+    Scenario("same samples on two ranks", {"kind": "shuffle_mismatch", "rank": 1, "differs": "rank"}, steps=60),
     Scenario("sampler seed differs", {"kind": "shuffle_mismatch", "rank": 1, "differs": "seed"}),
     Scenario("poisoned on all ranks", {"kind": "poisoned_window", "window": 1, "rank": None, "seed": 0}),
     # precision
