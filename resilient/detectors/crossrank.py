@@ -44,10 +44,12 @@ class Exceedances:
 
     threshold(rate): the score that one rank of the world exceeds with so many events per step. A prior worth a few events,
     somewhat heavier than a normal distribution, speaks until there are events. A flagged score counts at most once in 4,096
-    steps and rank, and no further than the threshold: heavy tails visit all ranks, a fault comes back to its own."""
+    steps and rank, no further than the threshold, and only if it was a lone one: heavy tails visit all ranks, a fault comes
+    back to its own."""
 
     START = 4.0
     _MEMORY = 4096.0  # steps
+    _QUIET = 8  # steps without a further one after which a flagged score was a lone one
     _EVENTS, _STEPS = 1.0, 64.0  # of the prior
     _SHAPE, _WEIGHT = 0.12, 8.0
 
@@ -55,6 +57,7 @@ class Exceedances:
         self._seen = np.zeros(3)  # steps, events, sum of log(score / START); old ones fade
         self._step = 0
         self._flagged: dict[int, int] = {}  # rank -> step at which a flagged score of it has counted
+        self._waiting: dict[int, tuple[int, int]] = {}  # rank -> first and last step of what may become one
 
     def threshold(self, rate: float) -> float:
         steps, events, excess = self._seen
@@ -67,22 +70,36 @@ class Exceedances:
         self._step += 1
         self._seen *= 1.0 - 1.0 / self._MEMORY
         self._seen[0] += 1.0
+        if self._waiting:
+            self._settle(cap)
         if not len(ranks):
             return
         counts = scores < cap
-        if not counts.all():
-            self._flagged = {r: s for r, s in self._flagged.items() if self._step - s < self._MEMORY}
-            for i in np.flatnonzero(~counts):
-                rank = int(ranks[i])
-                if rank in flagged and rank not in self._flagged:
-                    self._flagged[rank] = self._step
-                    counts[i] = True
+        for i in np.flatnonzero(~counts):
+            rank = int(ranks[i])
+            if rank in flagged:
+                first, _ = self._waiting.get(rank, (self._step, 0))
+                self._waiting[rank] = (first, self._step)
         self._seen[1] += counts.sum()
         self._seen[2] += np.log(np.minimum(scores[counts], cap) / self.START).sum()
+
+    def _settle(self, cap: float) -> None:
+        """Ranks that were flagged once and are quiet since: that is what noise may do, once in a memory for each rank. A
+        rank that was flagged again meanwhile is off, and teaches nothing."""
+        self._flagged = {r: s for r, s in self._flagged.items() if self._step - s < self._MEMORY}
+        for rank, (first, last) in list(self._waiting.items()):
+            if self._step - last <= self._QUIET:
+                continue
+            del self._waiting[rank]
+            if first == last and rank not in self._flagged:
+                self._flagged[rank] = self._step
+                self._seen[1] += 1.0
+                self._seen[2] += math.log(cap / self.START)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "seen": self._seen.copy(),
+            "waiting": {str(rank): list(steps) for rank, steps in self._waiting.items()},
             "step": self._step,
             "flagged": {str(rank): step for rank, step in self._flagged.items()},
         }
@@ -91,6 +108,7 @@ class Exceedances:
         self._seen = np.array(state["seen"], dtype=np.float64)
         self._step = int(state["step"])
         self._flagged = {int(rank): int(step) for rank, step in state["flagged"].items()}
+        self._waiting = {int(rank): (int(first), int(last)) for rank, (first, last) in state["waiting"].items()}
 
 
 class OutlierJudge:

@@ -10,6 +10,7 @@
 | not finite on most ranks at once | nothing grew | precision |
 | the reduction check fails | a probe confirms | communication; a second pass names the receiver |
 | replicas differ | the check holds / there is none | compute / communication suspected |
+| the global norm or loss, and with it that of one rank | - | as for that rank |
 | local norm of one rank, its loss too | - | data (that rank's batch) |
 | local norm of one rank, its loss normal | the check holds | compute suspected |
 | local norm of one rank, its loss normal | there is no check | communication suspected (the single-rank spike, S19) |
@@ -88,7 +89,7 @@ def diagnose(
         return reduction(case, [*by["check"], *by["nonfinite"]])
     if by["replica"] and worst >= Severity.ACT:
         return replicas(case, by["replica"])
-    ranked = [f for f in by["ranks"] if f.ranks]
+    ranked = [f for f in by["ranks"] if f.ranks] or _behind_it(leading, findings)
     if ranked:
         return outlier(case, ranked)
     others = [f for f in leading if f.statistic not in ("replica", "batch", "time")]
@@ -114,6 +115,17 @@ def wants_confirmation(verdict: Verdict) -> int | None:
 def wants_probe(verdict: Verdict) -> bool:
     """A probe of the links would tell more: the wire is suspected, or has failed, and was not looked at."""
     return verdict.severity >= Severity.WARN and NOT_PROBED in verdict.unchecked
+
+
+def _behind_it(leading: Sequence[Finding], findings: Sequence[Finding]) -> list[Finding]:
+    """Ranks whose own value is up, if all that leads is the global value of the same kind: it is up because of theirs."""
+    signals = {f.signal.split("/")[0] for f in leading}
+    own = (
+        "local_grad_norm" if signals <= {"grad_norm", "layers"} else "loss" if signals <= {"loss", "loss_max"} else None
+    )
+    return [
+        f for f in findings if f.statistic == "ranks" and f.ranks and f.signal == own and _weight(f) >= Severity.WARN
+    ]
 
 
 def _weight(finding: Finding) -> Severity:

@@ -1,7 +1,7 @@
 """Public rules on the same runs: they read the mean loss and the gradient norm, and say "now". No rank, no cause.
 
-Most of them need more history than these short runs have: each run's curve is preceded by 160 of its own clean steps
-before the fault, drawn at random, so that every rule is armed when the fault comes.
+Most of them need more history than these short runs have. So the first 20 steps, in which a loss falls steeply, are replaced by
+160 of the run's own clean steps after them and before the fault, drawn at random: every rule is armed when the fault comes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def detected_by_peers(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     runs = [r for r in runs if r.get("series")]
     if not runs:
         return []
-    runs = [{**r, "series": [*_earlier(r), *r["series"]]} for r in runs]
+    runs = [{**r, "series": [*_earlier(r), *(p for p in r["series"] if p[0] >= _SETTLED)]} for r in runs]
     longest = max(len(r["series"]) for r in runs)
     values = {name: np.full((len(runs), longest), np.nan) for name in ("loss", "grad_norm")}
     missing = np.ones((len(runs), longest), dtype=bool)

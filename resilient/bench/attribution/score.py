@@ -56,11 +56,11 @@ def score(run: dict[str, Any]) -> Score:
     first = _leading(after)
     found.detected = 1
     found.delays = [after[0]["step"] - truth["step"]]
-    found.ranks = _right_ranks(first, truth, run["world"])
+    found.ranks = int(_right_ranks(first, truth, run["world"]))
     found.confusion = {first["cause"]: 1}
-    found.abstained = first["cause"] == "unknown"
-    found.causes = first["cause"] == truth["cause"]
-    found.excluded = bool(run["excluded"]) and truth["cause"] in ("compute", "communication")
+    found.abstained = int(first["cause"] == "unknown")
+    found.causes = int(first["cause"] == truth["cause"])
+    found.excluded = int(bool(run["excluded"]) and truth["cause"] in ("compute", "communication"))
     return found
 
 
