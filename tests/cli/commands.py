@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,13 @@ def start(arguments: Sequence[str], cwd: Path, extra: Mapping[str, str] | None =
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A job that a shell started in the background ignores SIGINT, and would hand that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 90.0) -> tuple[int, str, str]:

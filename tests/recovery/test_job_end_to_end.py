@@ -69,7 +69,7 @@ def state_of(run: Path) -> tuple[int, list[dict[str, str]]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=[pytest.mark.slow] if name == "torchrun" else []) for name in LAUNCHERS]
+    "launcher", [pytest.param(name, marks=[] if name == "local" else [pytest.mark.slow]) for name in LAUNCHERS]
 )
 def test_a_killed_rank_comes_back_and_equals_the_twin(launcher: str, tmp_path: Path):
     step = random.Random(launcher).randint(2, 11)  # any step will do; the same each time, to be able to look again
