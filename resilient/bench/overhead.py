@@ -21,27 +21,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from resilient.bench.ranks import ENGINES, begin, engine_config
+from resilient.bench.simulated import SimulatedRun
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.judge import Judge
 from resilient.detectors import DetectorConfig, build_monitor
-from resilient.engines.base import EngineConfig
 from resilient.engines.build import build_engine
+from resilient.errors import ConfigError
 from resilient.integrations.guard import Guard
 from resilient.policies import Ladder, PolicyConfig
 from resilient.recovery.local import spawn
-from resilient.signals import StepTable
-from resilient.signals.record import COLUMNS, INDEX
+from resilient.telemetry.output import check_folder, hand_over, unusable
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
 from resilient.train.model import GPT, ModelConfig
 from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
-ENGINES = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
 MODES = ("off", "observe, unchecked", "observe", "default")
 PRESETS = {
     "gpt_1m": ModelConfig(),
@@ -70,12 +69,8 @@ class Lane:
         data = DataConfig(seq_len=settings.seq_len, micro_batch=settings.micro_batch)
         self.stream = TokenStream(data, seed=settings.seed, rank=rank, world=world)
         optim = OptimConfig()
-        zero = settings.engine.startswith("zero")
         engine = build_engine(
-            EngineConfig(
-                name="deepspeed" if zero else settings.engine,  # type: ignore[arg-type]
-                zero_stage=int(settings.engine[-1]) if zero else 0,
-            ),
+            engine_config(settings.engine),
             GPT(PRESETS[settings.model]),
             make_optimizer=lambda module: make_optimizer(module, optim),
             make_scheduler=lambda optimizer: make_scheduler(optimizer, optim, 10_000),
@@ -136,7 +131,8 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _parts(lane: Lane, steps: int) -> dict[str, float]:
-    """Microseconds of the guard's parts in a step, medians over `steps` further steps, and what it sends and keeps."""
+    """Microseconds of the guard's parts in a step, medians over `steps` further steps, and what it sends and keeps. Without
+    the update norm, which is measured inside the optimizer's own step."""
     coordinator = lane.guard._coordinator
     judge, measure = coordinator.judge, coordinator._measure
     assert judge is not None and measure is not None
@@ -147,7 +143,6 @@ def _parts(lane: Lane, steps: int) -> dict[str, float]:
         "see_us": _Timer(judge, "see"),
         "conclude_us": _Timer(judge, "conclude"),
         "settle_us": _Timer(judge, "settle"),
-        "update_us": _Timer(coordinator.engine, "watch_update", "take_update"),
         "tell_us": _Timer(coordinator._listeners, "tell"),
     }
     lane.block(steps)
@@ -192,48 +187,17 @@ class _Timer:
 
 def judge_at(world: int, steps: int, seed: int = 0) -> float:
     """Microseconds to judge and settle one step of a simulated run of `world` ranks, median over `steps`."""
-    rng = np.random.default_rng(seed)
+    run = SimulatedRun(world, cells=0, seed=seed)
     judge = Judge(build_monitor(DetectorConfig()), Ladder(PolicyConfig()))
-    usual = np.exp(0.2 * rng.standard_normal(world))  # ranks differ for good
     seconds = []
     for step in range(1, steps + 33):
-        table = StepTable(_simulated(rng, world, step, usual))
+        table = run.table(step)
         started = time.perf_counter()
         observation, findings = judge.see(table)
         judgement = judge.conclude(observation, findings, dynamic_scale=False, targets=lambda onset: 1)
         judge.settle(judgement, applied=judgement.decision.action == "apply")
         seconds.append(time.perf_counter() - started)
     return 1e6 * statistics.median(seconds[32:])
-
-
-def _simulated(rng: np.random.Generator, world: int, step: int, usual: np.ndarray) -> np.ndarray:
-    rows = np.full((world, len(COLUMNS)), np.nan)
-
-    def put(name: str, values: Any) -> None:
-        rows[:, INDEX[name]] = values
-
-    noise = np.exp(0.1 * rng.standard_normal((4, world)))
-    for name in COLUMNS:
-        if not name.startswith("digest_") and name not in ("eval_loss", "entropy", "repetition"):
-            put(name, 0.0)
-    for name, value in (
-        ("kind", 1.0),
-        ("step", step),
-        ("attempt", step),
-        ("tokens", 2048.0),
-        ("loss_scale", 1.0),
-        ("has_next", 1.0),
-    ):
-        put(name, value)
-    put("loss", 3.0 * noise[0] ** 0.2)
-    put("loss_max", 3.0 * noise[0] ** 0.2)
-    put("local_grad_norm", usual * noise[1])
-    put("reduced_sq_share", noise[2] / world)
-    put("compute_s", 0.5 * noise[3] ** 0.2)
-    put("collective_s", 0.05 * noise[3])
-    for name in ("attention_entropy", "weight_sq_share", "update_sq_share", "attention_logit_max"):
-        put(name, np.nan)
-    return rows
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
@@ -254,10 +218,7 @@ def _microseconds(action: Any, times: int) -> float:
 
 
 def _worker(settings: Settings, out: str) -> int:
-    torch.set_num_threads(1)
-    if settings.engine.startswith("zero"):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
-    dist.init_process_group("gloo" if not torch.cuda.is_available() else None)
+    begin(settings.engine)
     try:
         found = measure(settings)
         if dist.get_rank() == 0:
@@ -268,7 +229,7 @@ def _worker(settings: Settings, out: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="resilient.bench.overhead", description=__doc__)
+    parser = argparse.ArgumentParser(prog="resilient bench overhead", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, proves little")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--model", choices=sorted(PRESETS), default="gpt_3m")
@@ -285,6 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(model=options.model, engine=options.engine, seed=options.seed, **size)
     if options.worker:
         return _worker(settings, options.worker)
+    try:
+        check_folder("--out", options.out)
+    except ConfigError as error:
+        return unusable("bench overhead", error)
     words = list(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -295,10 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = json.loads(result.read_text())
     found["judge_us"] = {str(world): judge_at(world, 40) for world in options.worlds}
     text = json.dumps(found, indent=2) if options.format == "json" else _table(found)
-    if options.out:
-        Path(options.out).write_text(text + "\n")
-    print(text)
-    return 0
+    return hand_over("bench overhead", text, options.out)
 
 
 def _table(found: dict[str, Any]) -> str:

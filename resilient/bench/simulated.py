@@ -20,15 +20,13 @@ _STALL = 0.001  # chance a rank and step of a pause (a page fault, a garbage col
 
 
 class SimulatedRun:
-    """One healthy run. tails: "normal" or "t3", of the logarithm of what a rank measures of its own."""
+    """One healthy run. tails: "normal" or "t3", of the logarithm of what a rank measures of its own. cells: of the reduction
+    check; 0: there is none."""
 
     def __init__(self, world: int, *, cells: int = 8, tails: str = "normal", seed: int = 0) -> None:
         self.world, self.tails = world, tails
-        self.plan = CheckPlan(
-            tuple(f"bucket {i}" for i in range(cells)),
-            tuple((r,) for r in range(world)) if world <= 64 else (tuple(range(world)),),
-            UNIT,
-        )
+        receivers = tuple((r,) for r in range(world)) if world <= 64 else (tuple(range(world)),)
+        self.plan = CheckPlan(tuple(f"bucket {i}" for i in range(cells)), receivers, UNIT) if cells else None
         self._rng = np.random.default_rng(seed)
         self._usual = np.exp(0.3 * self._rng.standard_normal(world))  # ranks differ for good
         self._spread = 0.08 * np.exp(0.3 * self._rng.standard_normal(world))
@@ -67,13 +65,14 @@ class SimulatedRun:
         compute = 0.5 * np.exp(0.05 * rng.standard_normal(world)) + 0.4 * stalled
         put("compute_s", compute)
         put("collective_s", compute.max() - compute + 0.02 * np.exp(0.3 * rng.standard_normal(world)))
-        self._checks(rows[:, len(COLUMNS) :], norms)
+        if self.plan is not None:
+            self._checks(self.plan, rows[:, len(COLUMNS) :], norms)
         return StepTable(rows, plan=self.plan)
 
     def _own(self, n: int) -> np.ndarray:
         return self._rng.standard_t(3, n) if self.tails == "t3" else self._rng.standard_normal(n)
 
-    def _checks(self, tail: np.ndarray, norms: np.ndarray) -> None:
+    def _checks(self, plan: CheckPlan, tail: np.ndarray, norms: np.ndarray) -> None:
         """Contributions with partly common direction; what is received is their sum, rounded once per addition."""
         rng, world, cells = self._rng, self.world, len(self._cells)
         share = self._cells / np.linalg.norm(self._cells)
@@ -84,7 +83,7 @@ class SimulatedRun:
         rounding = 0.43 * UNIT * np.sqrt((np.cumsum(size**2, axis=0) * np.arange(1, world + 1)[:, None]).sum(axis=0))
         received = sums[-1] + rounding * rng.standard_normal(cells)
         product = 3 * UNIT * np.linalg.norm(size, axis=0)
-        if len(self.plan.receivers) == world:
+        if len(plan.receivers) == world:
             after = received + product * rng.standard_normal((world, cells))
         else:
             after = np.zeros((world, cells))

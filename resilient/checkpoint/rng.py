@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+
+from resilient.signals.digest import short_digest
 
 Stream = Literal["python", "numpy", "torch", "device"]
 
@@ -64,4 +65,4 @@ def stream_digest(stream: Stream, device: torch.device) -> float:
         state = torch.get_rng_state().numpy().tobytes()
     else:
         state = torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
-    return float(int.from_bytes(hashlib.blake2b(state, digest_size=6).digest(), "big"))
+    return short_digest(state)

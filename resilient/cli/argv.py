@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from resilient.errors import ConfigError
@@ -68,6 +68,21 @@ def _runtime(environ: Mapping[str, str], argument: int | None) -> Runtime:
         local = _number(environ[local_name], local_name) if local_name in environ else default
         return Runtime(rank, world, local, launched=True)
     return Runtime(local_rank=argument or 0)
+
+
+def number(kind: type[int] | type[float], least: float, *, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number of at least `least`, or (above) greater than it."""
+
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not least <= value < float("inf") or (above and value == least):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number {'above' if above else 'of at least'} {least:g}"
+            )
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it in its message
+    return convert
 
 
 def _number(text: str, name: str) -> int:

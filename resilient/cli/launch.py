@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from resilient.cli.argv import number
 from resilient.errors import ExitCode
 from resilient.recovery.config import SuperviseConfig
 from resilient.recovery.preflight import preflight, probe_command
@@ -44,14 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-restarts",
-        type=_non_negative(int),
+        type=number(int, 0),
         default=_DEFAULTS.max_restarts,
         metavar="N",
         help="restarts in a row without a checkpoint of a later step (default %(default)s)",
     )
     parser.add_argument(
         "--backoff",
-        type=_non_negative(float),
+        type=number(float, 0),
         default=_DEFAULTS.backoff_s,
         metavar="S",
         help="seconds before the first restart in a row, doubling with each (default %(default)s)",
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--grace",
-        type=_non_negative(float),
+        type=number(float, 0),
         default=_DEFAULTS.grace_s,
         metavar="S",
         help="seconds to finish after TERM or INT; must exceed the time of a save (default %(default)s)",
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--preflight-seconds",
-        type=_non_negative(float),
+        type=number(float, 0),
         default=10.0,
         metavar="S",
         help="time of that probe (default %(default)s)",
@@ -88,17 +89,6 @@ def _parser() -> argparse.ArgumentParser:
         "devices of this machine)",
     )
     return parser
-
-
-def _non_negative(kind: type[int] | type[float]):  # type: ignore[no-untyped-def]
-    def convert(text: str) -> int | float:
-        value = kind(text)
-        if not 0 <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it in its message
-    return convert
 
 
 def main(argv: Sequence[str] | None = None) -> int:

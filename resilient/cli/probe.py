@@ -16,7 +16,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from resilient.cli.argv import Runtime, strip_launcher_arguments
+from resilient.cli.argv import Runtime, number, strip_launcher_arguments
 from resilient.cli.errors import fail
 from resilient.errors import ConfigError, ExitCode, ProbeFailed, ResilientError
 from resilient.signals import LinkReport
@@ -58,43 +58,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=number(float, 0, above=True),
         default=20.0,
         metavar="S",
         help="time to measure for; pairs beyond the first 3 + log2(hosts) rounds are left out when it is over (default 20)",
     )
     parser.add_argument(
         "--size-mb",
-        type=_positive(float),
+        type=number(float, 0, above=True),
         metavar="N",
         help="size of the largest message in MB (default: 1 on CPUs, 32 on GPUs)",
     )
     parser.add_argument(
         "--wait",
-        type=_positive(float),
+        type=number(float, 0, above=True),
         default=120.0,
         metavar="S",
         help="longest wait for all ranks to come (default 120)",
     )
     parser.add_argument(
         "--nproc",
-        type=_positive(int),
+        type=number(int, 0, above=True),
         metavar="N",
         help="outside a launcher: start N ranks on this machine (default: one per GPU)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, instead of tables")
     return parser
-
-
-def _positive(kind: type[int] | type[float]):  # type: ignore[no-untyped-def]
-    def convert(text: str) -> int | float:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it in its message
-    return convert
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from resilient.cli.argv import number
 from resilient.cli.hooks import Command, Hook, Hooks, Webhook
 from resilient.cli.watch_view import Display, JsonLines, text_display
 from resilient.coordinator.requests import Request, parse_action, write_request
@@ -52,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    seconds = _at_least(float, 0)
+    seconds = number(float, 0)
     parser.add_argument("path", metavar="RUN|FILE", help="may appear later")
     parser.add_argument(
-        "--interval", type=_at_least(float, 0.05), default=2.0, metavar="S", help="between looks (default 2)"
+        "--interval", type=number(float, 0.05), default=2.0, metavar="S", help="between looks (default 2)"
     )
     parser.add_argument("--wait", type=seconds, metavar="S", help="longest wait for it to appear (default: any time)")
     ends = parser.add_mutually_exclusive_group()
@@ -75,22 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     calls.add_argument(
         "--new-only", action="store_true", help="do not call for what was there before the watching began"
     )
-    calls.add_argument("--hook-timeout", type=_at_least(float, 0.1), default=30.0, metavar="S", help="(default 30)")
+    calls.add_argument("--hook-timeout", type=number(float, 0.1), default=30.0, metavar="S", help="(default 30)")
     calls.add_argument(
-        "--per-minute", type=_at_least(int, 0), default=10, metavar="N", help="alarms passed on (default 10)"
+        "--per-minute", type=number(int, 0), default=10, metavar="N", help="alarms passed on (default 10)"
     )
     return parser
-
-
-def _at_least(kind: type[int] | type[float], least: float):  # type: ignore[no-untyped-def]
-    def convert(text: str) -> int | float:
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it in its message
-    return convert
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,7 +51,6 @@ from resilient.errors import (
     StopRequested,
 )
 from resilient.signals import (
-    CheckPlan,
     Confirmation,
     Decision,
     Finding,
@@ -122,8 +121,6 @@ class Coordinator:
         self._hosts: tuple[str, ...] = ()
         self._refused: Refused | None = None  # a window that is to run again before anything else: looked at, or held
         self._again: Refused | None = None  # the window of the next attempt, after a retry
-        self._plan: CheckPlan | None = None  # of the reduction check, as this rank's engine had it at the last gate
-        self._plan_digest = 0.0
         self._lrs = (0.0, 0.0)  # of the last two applied steps
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
@@ -288,10 +285,14 @@ class Coordinator:
         else:
             self._vote_and_act()
         self._window = None
+        self._leave_if_asked()
+        return True
+
+    def _leave_if_asked(self) -> None:
+        """At the quiescent point that a TERM has been waiting for, on all ranks."""
         if self._leaving:
             saved = "the state is saved" if self._saver.last == self.applied else "nothing was saved"
             raise Preempted(f"asked to leave at step {self.applied}; {saved}")
-        return True
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -414,6 +415,7 @@ class Coordinator:
             self._act(judgement, refused.table, looked_at=refused.probed)
         finally:
             self._window = None
+        self._leave_if_asked()
 
     def _check_micro(self, index: int) -> None:
         if self._micro != index + 1:
@@ -484,10 +486,6 @@ class Coordinator:
         for name, value in evaluated.items():
             setattr(record, name, value)
         record.digest = self._digest
-        plan = self.engine.check_plan()
-        if plan is not self._plan:
-            self._plan, self._plan_digest = plan, plan.digest() if plan is not None else 0.0
-        record.check_plan = self._plan_digest
         if self._second_look is not None and self._fingerprints is not None:
             self._second_look.fill(record)
             self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))
@@ -499,7 +497,7 @@ class Coordinator:
 
     def _judge(self, table: StepTable) -> Judgement:
         assert self.judge is not None and self._second_look is not None
-        self._agree_on_plan(table)
+        self._second_look.agree_on_plan(table)
         observation, findings = self.judge.see(table)
         findings = self._second_look.look(observation, findings)
         judgement = self._conclude(observation, findings)
@@ -544,12 +542,6 @@ class Coordinator:
             return False
         self.engine.abandon()
         return True
-
-    def _agree_on_plan(self, table: StepTable) -> None:
-        """The cells of the reduction check ride in every row from the next one on, once all ranks have the same plan."""
-        plans = table.column("check_plan")
-        alike = bool((plans == plans[0]).all())
-        self.exchange.plan = self._plan if alike and plans[0] != 0 else None
 
     def _confirm(self, decision: Decision) -> None:
         """Before anything but `apply`: all ranks show their decision, so that none acts alone. Rare, so it may cost a

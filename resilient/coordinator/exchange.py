@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,18 +52,8 @@ class Exchange:
 
     def table(self, record: StepRecord) -> StepTable:
         """All ranks' records. Collective. Raises ExchangeFailed when a rank did not come in time or sent another kind."""
-        row = self.pack(record)
-        if not self.distributed:
-            return StepTable(row.cpu().numpy()[None, :], self.peers, self.layers, self.plan)
-        matrix = torch.zeros((self.world_size, len(row)), dtype=torch.float64, device=self.device)
-        matrix[self.rank] = row
-        try:
-            work = dist.all_reduce(matrix, group=self._group, async_op=True)
-            assert work is not None
-            work.wait(self.timeout)
-        except (RuntimeError, dist.DistBackendError) as error:
-            raise ExchangeFailed(f"the exchange failed on rank {self.rank} at step {record.step}: {error}") from error
-        table = StepTable(matrix.cpu().numpy(), self.peers, self.layers, self.plan)  # the one host copy of the step
+        rows = self.gather(self.pack(record), f" at step {record.step}")  # the one host copy of the step
+        table = StepTable(rows, self.peers, self.layers, self.plan)
         kinds = table.column("kind")
         if not (kinds == kinds[0]).all() and not table.ranks_flagged(Flag.GUARD_FAILED):
             raise ExchangeFailed(f"ranks are out of step: kinds {kinds.tolist()} at step {record.step}")
@@ -76,16 +66,17 @@ class Exchange:
         )
         return not self.table(record).ranks_flagged(Flag.NO)
 
-    def gather(self, vector: torch.Tensor) -> np.ndarray:
-        """(world, n) float64: every rank's (n,) vector, on every rank. Collective; the same n on all ranks."""
+    def gather(self, vector: torch.Tensor, when: str = "") -> np.ndarray:
+        """(world, n) float64: every rank's (n,) vector, on every rank. Collective; the same n on all ranks. when: for the
+        message of ExchangeFailed."""
         matrix = torch.zeros((self.world_size, vector.numel()), dtype=torch.float64, device=self.device)
         matrix[self.rank] = vector.detach().to(self.device, torch.float64)
-        return self.total(matrix).cpu().numpy()
+        return self.total(matrix, when).cpu().numpy()
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def total(self, tensor: torch.Tensor, when: str = "") -> torch.Tensor:
         """The sum over all ranks, in place. Collective."""
         if self.distributed:
-            self._checked(dist.all_reduce(tensor, group=self._group, async_op=True))
+            self._checked(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), when)
         return tensor
 
     def send_bytes(self, data: bytes | None, source: int) -> bytes:
@@ -94,11 +85,11 @@ class Exchange:
             return data or b""
         data = data or b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        self._checked(dist.broadcast(size, src=source, group=self._group, async_op=True))
+        self._checked(lambda: dist.broadcast(size, src=source, group=self._group, async_op=True))
         payload = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
         if self.rank == source and data:
             payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._checked(dist.broadcast(payload, src=source, group=self._group, async_op=True))
+        self._checked(lambda: dist.broadcast(payload, src=source, group=self._group, async_op=True))
         return payload.cpu().numpy().tobytes()
 
     def hosts(self) -> tuple[str, ...]:
@@ -115,11 +106,12 @@ class Exchange:
         text = json.dumps(value).encode() if self.rank == source else None
         return json.loads(self.send_bytes(text, source))
 
-    def _checked(self, work: Any) -> None:
+    def _checked(self, issue: Callable[[], Any], when: str = "") -> None:
+        """Issue a collective and wait for it; what goes wrong with either is ExchangeFailed."""
         try:
-            work.wait(self.timeout)
+            issue().wait(self.timeout)
         except (RuntimeError, dist.DistBackendError) as error:
-            raise ExchangeFailed(f"the exchange failed on rank {self.rank}: {error}") from error
+            raise ExchangeFailed(f"the exchange failed on rank {self.rank}{when}: {error}") from error
 
     def pack(self, record: StepRecord) -> torch.Tensor:
         """(self.width,) float64 on the device. Device scalars are gathered there; host values travel as

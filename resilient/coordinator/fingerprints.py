@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset, RandomSampler, Sampler, Sequential
 from resilient.checkpoint.digest import tensor_digest
 from resilient.checkpoint.rng import Stream, stream_digest
 from resilient.signals import StepRecord
+from resilient.signals.digest import MASK_48
 from resilient.signals.record import names_digest
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ _MOST_ROWS = 256  # read of one tensor on the host: 2 MiB, a quarter of a millio
 # Odd, so that a change of a single word always shows. A bit generator's raw output is the same in every numpy.
 _WEIGHTS = np.random.PCG64(20_260_104).random_raw(_ROW) | np.uint64(1)
 _MIX = 6364136223846793005  # odd (Knuth's MMIX)
-_48_BITS = (1 << 48) - 1
 
 
 def batch_digest(batches: Sequence[Any]) -> float | torch.Tensor:
@@ -104,7 +104,7 @@ def _mixed(on_host: int, on_device: Sequence[torch.Tensor]) -> torch.Tensor:
     total = on_device[0] + on_host
     for digest in on_device[1:]:
         total = total * _MIX + digest  # wraps modulo 2**64
-    return ((total * _MIX >> 16) & _48_BITS).to(torch.float64)  # the upper bits depend on all of it
+    return ((total * _MIX >> 16) & MASK_48).to(torch.float64)  # the upper bits depend on all of it
 
 
 def _bytes_of(tensor: Any) -> np.ndarray:

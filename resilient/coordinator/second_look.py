@@ -9,12 +9,13 @@ All of it happens at the gate, before anything acts, and only on a finding that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from resilient.checkpoint.digest import joint_digest
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.links import probe
 from resilient.coordinator.localise import localise
@@ -23,10 +24,8 @@ from resilient.detectors.reduction import ReductionCheck, located
 from resilient.detectors.replicas import Replicas
 from resilient.engines.base import Engine
 from resilient.errors import ProbeFailed
-from resilient.signals import Finding, LinkReport, Observation, StepRecord
-
-_48_BITS = (1 << 48) - 1
-_MULTIPLIER = 6364136223846793005  # odd (Knuth's MMIX): groups in another order give another digest
+from resilient.signals import CheckPlan, Finding, LinkReport, Observation, StepRecord, StepTable
+from resilient.signals.digest import MASK_48
 
 
 class SecondLook:
@@ -49,6 +48,8 @@ class SecondLook:
         self._every = digests_every if exchange.world_size > 1 else 0
         self._probes, self._probe_s = probes if exchange.world_size > 1 else 0, probe_s
         self._hosts = tuple(hosts)
+        self._plan: CheckPlan | None = None  # as this rank's engine had it at the last gate
+        self._plan_digest = 0.0
         # A probe that fails may take its process group with it: it has one of its own.
         self._group = exchange.another_group(2 * probe_s + 5) if self._probes else None
         self._groups = engine.replicas() if self._every else {}
@@ -59,10 +60,23 @@ class SecondLook:
         return self._every > 0 and step % self._every == 0
 
     def fill(self, record: StepRecord) -> None:
-        """Digests of what ranks hold alike, if they are due. A pass over it, no host sync."""
+        """The plan of the reduction check; and digests of what ranks hold alike, if they are due: a pass over it, no host
+        sync."""
+        plan = self._engine.check_plan()
+        if plan is not self._plan:
+            self._plan, self._plan_digest = plan, plan.digest() if plan is not None else 0.0
+        record.check_plan = self._plan_digest
         if self.digests_due(record.step):
             for kind in self._groups:
-                setattr(record, f"digest_{kind}", _together(self._engine.replica_digests(kind).values()))
+                each = list(self._engine.replica_digests(kind).values())
+                together = joint_digest([torch.stack(each)] if each else [], self._engine.device)
+                setattr(record, f"digest_{kind}", (together & MASK_48).double())
+
+    def agree_on_plan(self, table: StepTable) -> None:
+        """The cells of the reduction check ride in every row from the next one on, once all ranks have the same plan."""
+        plans = table.column("check_plan")
+        alike = bool((plans == plans[0]).all())
+        self._exchange.plan = self._plan if alike and plans[0] != 0 else None
 
     def look(self, observation: Observation, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         """The findings, with the place where it can be had. Raises ExchangeFailed."""
@@ -114,12 +128,4 @@ class SecondLook:
 
 def _columns(digests: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """(n,) float64, 48 bits each."""
-    return torch.stack([d & _48_BITS for d in digests.values()]).double() if digests else torch.zeros(0)
-
-
-def _together(digests: Iterable[torch.Tensor]) -> torch.Tensor:
-    """0-dim float64 on the device: 48 bits of all of them, in order."""
-    total = None
-    for digest in digests:
-        total = digest if total is None else total * _MULTIPLIER + digest
-    return (total & _48_BITS).double() if total is not None else torch.tensor(float("nan"), dtype=torch.float64)
+    return torch.stack([d & MASK_48 for d in digests.values()]).double() if digests else torch.zeros(0)

@@ -6,10 +6,11 @@ r.(what a rank sends), summed over the ranks, equals r.(what is received). Both 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+
+from resilient.signals.digest import short_digest
 
 MOST_CELLS = 64
 
@@ -31,8 +32,7 @@ class CheckPlan:
 
     def digest(self) -> float:
         """48 bits, exact in a float64: equal on two ranks that check the same."""
-        text = repr((self.names, self.receivers, self.unit)).encode()
-        return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
+        return short_digest(repr((self.names, self.receivers, self.unit)).encode())
 
 
 @dataclass(frozen=True)

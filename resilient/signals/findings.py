@@ -5,12 +5,12 @@ It lives with the signals because detectors, diagnosis and policies all speak it
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
+from resilient.signals.digest import short_digest
 from resilient.signals.places import Place
 
 Cause = Literal["data", "optimizer", "precision", "compute", "communication", "unknown"]
@@ -142,8 +142,7 @@ class Decision:
 
     def digest(self) -> float:
         """48 bits of the decision, exact in a float64: a column of the next table, compared on all ranks."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+        return short_digest(json.dumps(asdict(self), sort_keys=True, default=str).encode())
 
     def as_event(self) -> dict[str, Any]:
         """Plain JSON types for the journal."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from resilient.signals.checks import CheckPlan, Checks
+from resilient.signals.digest import short_digest
 
 # The wire format: one float64 per name, in this order. float64 keeps integers exact up to 2**53, so counters and
 # 48-bit digests ride along unharmed. Append only; every reader goes by name.
@@ -68,8 +68,9 @@ LAYER_COLUMNS: tuple[str, ...] = (
 )
 # And behind those one number per cell of the reduction check each, where the engine has one; NaN: not measured.
 CHECK_COLUMNS: tuple[str, ...] = ("check_before", "check_after", "check_sq")
-DIGESTS = tuple(name for name in COLUMNS if name.startswith("digest_"))
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
+DIGESTS = tuple(name for name in COLUMNS if name.startswith("digest_"))
+_DIGEST_COLUMNS = [INDEX[name] for name in DIGESTS]
 
 
 class Kind:
@@ -104,7 +105,7 @@ def row_width(layers: int, cells: int = 0) -> int:
 
 def names_digest(names: Sequence[str]) -> float:
     """48 bits of the names and their order, exact in a float64."""
-    return float(int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big"))
+    return short_digest("\n".join(names).encode())
 
 
 @dataclass(slots=True)
@@ -304,7 +305,8 @@ class StepTable:
                 "collective_s",
             )
         }
-        per_rank.update((name, self.column(name)) for name in DIGESTS if not np.isnan(self.column(name)).all())
+        known = np.any(~np.isnan(self.rows[:, _DIGEST_COLUMNS]), axis=0)
+        per_rank.update((name, self.column(name)) for name, there in zip(DIGESTS, known, strict=True) if there)
         return Observation(self.step, self.attempt, values, per_rank, self.peers, self.checks())
 
     def _by_layer(self) -> dict[str, float]:

@@ -42,6 +42,30 @@ class TestWhoIsNamed:
                 assert findings[0].severity is Severity.ACT or factor < 100.0
                 assert findings[0].value == pytest.approx(norms[rank])
 
+    def test_a_rank_that_stays_off_is_named_in_every_step_from_a_short_history_too(self):
+        detector, usual = trained(2, steps=40)
+        rng = np.random.default_rng(5)
+        broken = usual * np.array([1.0, 10.0])
+        steps = [ranks_at(40 + i, broken * np.exp(0.1 * rng.standard_normal(2))) for i in range(12)]
+        assert [[f.ranks for f in found] for found in feed(detector, steps)] == [[(1,)]] * 12
+
+    def test_a_lone_outlier_teaches_what_noise_may_do_once_it_is_over(self):
+        (detector, usual), (calm, _) = trained(8, steps=100), trained(8, steps=100)
+
+        def both_see(steps: range, spiked: float = 1.0) -> float:
+            """How much higher the detector's threshold is than that of the one that saw no outlier."""
+            for step in steps:
+                norms = usual.copy()
+                norms[3] *= spiked
+                found = feed(detector, [ranks_at(step, norms)])[0]
+                assert [f.severity for f in found] == ([Severity.WARN] if spiked > 1 else [])
+                feed(calm, [ranks_at(step, usual)])
+            return detector._judge.thresholds()[0] - calm._judge.thresholds()[0]
+
+        assert both_see(range(100, 101), 4.0) == 0  # it may be the first of many
+        assert both_see(range(101, 109)) == 0
+        assert both_see(range(109, 111)) > 0.1
+
     def test_a_rank_that_is_always_larger_is_not_an_outlier(self):
         rng = np.random.default_rng(2)
         detector = CrossRankOutlier(CrossRankConfig())

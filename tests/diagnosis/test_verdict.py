@@ -97,6 +97,10 @@ TABLE: dict[str, tuple] = {
         [NORM], {"check": True}, {"confirmation": replace(BAD_PEER, rank=1)}, "compute", (2,), 0.6, 0.6,
     ),
     "two ranks": ([NORM, replace(NORM, ranks=(3,), score=40.0)], {"check": True}, {}, "compute", (2, 3), 0.6, 0.6),
+    "the global norm, and with it one rank's": (
+        [SPIKE, replace(NORM, severity=WARN)], {"check": True}, {}, "compute", (2,), 0.6, 0.6,
+    ),
+    "the global norm, and a rank's odd loss": ([SPIKE, replace(LOSS, severity=WARN)], {"check": True}, {}, "data", (), 0.5, 0.5),
     "an empty batch": ([NORM, LOSS], {"tokens": (64, 64, 0, 64)}, {}, "data", (2,), 0.8, 0.8),
     "NaN of an empty batch": ([NAN], {"tokens": (64, 64, 0, 64)}, {}, "data", (2,), 0.8, 0.8),
     "NaN on one rank": ([NAN], {"check": True}, {}, "unknown", (2,), 0.5, 0.5),

@@ -3,12 +3,15 @@ fault: after it has passed, training equals the undisturbed twin bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from resilient.coordinator.config import GuardConfig
-from resilient.errors import StopRequested
+from resilient.errors import Preempted, StopRequested
+from resilient.integrations.guard import Guard
 from tests.ranks import run_pooled, run_ranks
 from tests.scenarios.harness import Job, Outcome, run_job, same_training
 
@@ -116,24 +119,50 @@ def test_s18_two_ranks_that_are_fed_the_same_are_named_before_it_shows_in_the_lo
         assert told[0]["step"] < 12 and fed.incidents == []
 
 
-def with_requests(rank: int, world: int) -> Outcome:
-    def ask(guard: Any, engine: Any) -> None:
+def asking(ask: Callable[[Guard], None], at_attempt: int) -> Callable[[Guard, Any], None]:
+    """A change of the guard: `ask(guard)` when that attempt begins."""
+
+    def tweak(guard: Guard, engine: Any) -> None:
         begun = guard._coordinator._begin_window
 
         def begin() -> None:
             begun()
-            if guard.step_index == AT and guard.counters.retried == 0:
-                guard.checkpoint()
+            if guard.counters.attempts + 1 == at_attempt:
+                ask(guard)
 
-        guard._coordinator._begin_window = begin
+        guard._coordinator._begin_window = begin  # type: ignore[method-assign]
 
-    return run_job(JOB.with_(fault=SPIKE, steps=AT), rank, world, tweak=ask)
+    return tweak
+
+
+def with_requests(rank: int, world: int, folder: str) -> dict[str, Outcome]:
+    def leave(guard: Guard) -> None:
+        if rank == 1:  # TERM reaches one rank only
+            guard.preempt()
+
+    sample = {"kind": "bad_sample", "step": AT, "rank": 1}
+    jobs = {
+        "retried": (JOB.with_(fault=SPIKE, steps=AT), asking(Guard.checkpoint, AT)),
+        "retried, leaving": (JOB.with_(fault=SPIKE), asking(leave, AT)),
+        "held, leaving": (JOB.with_(fault=sample), asking(leave, AT)),
+    }
+    return {
+        name: run_job(job.with_(run_dir=f"{folder}/{i}"), rank, world, tweak=tweak, raises=Preempted)
+        for i, (name, (job, tweak)) in enumerate(jobs.items())
+    }
 
 
 @pytest.mark.timeout(120)
-def test_what_is_asked_for_at_a_retried_attempt_is_done_after_it():
-    """The retried step is the last one, too: the run ends with it in force."""
-    for outcome in run_pooled(with_requests, 2):
-        assert outcome.applied == AT and outcome.counters["retried"] == 1
-        asked = [r.attempt for r in outcome.reports]
-        assert asked == list(range(1, AT + 2))
+def test_what_is_asked_for_at_a_retried_or_held_attempt_is_done_after_it(tmp_path: Path):
+    """At the next quiescent point, on all ranks. The first retried step is the last one, too: the run ends with it in
+    force."""
+    for rank, outcomes in enumerate(run_pooled(with_requests, 2, str(tmp_path))):
+        retried = outcomes["retried"]
+        assert retried.applied == AT and retried.counters["retried"] == 1 and not retried.error
+        assert [r.attempt for r in retried.reports] == list(range(1, AT + 2))
+        assert [e for e in retried.events if e[0] == "checkpoint"] == [("checkpoint", {"step": AT})], rank
+        left = outcomes["retried, leaving"]
+        assert left.error == f"Preempted: asked to leave at step {AT}; the state is saved"
+        held = outcomes["held, leaving"]
+        assert held.error == f"Preempted: asked to leave at step {AT - 1}; the state is saved"
+        assert [i.action for i in held.incidents] == ["skip"] and held.counters["attempts"] == AT

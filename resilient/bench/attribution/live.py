@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ import torch
 
 from resilient import faults
 from resilient.bench.attribution.scenarios import FAULT_STEP, Scenario
+from resilient.bench.ranks import engine_config
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.events import Incident, StepReport
-from resilient.engines.base import EngineConfig
 from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
 from resilient.policies import PolicyConfig
@@ -92,13 +92,11 @@ def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, se
         name="synthetic", seq_len=32, micro_batch=4, accumulation=scenario.accumulation, max_bytes=200_000
     )
     stream = TokenStream(data, seed=seed, rank=rank, world=world)
-    zero = engine_name.startswith("zero")
     optim = OptimConfig(warmup_steps=5)
     engine = build_engine(
-        EngineConfig(
-            name="deepspeed" if zero else engine_name,  # type: ignore[arg-type]
-            zero_stage=int(engine_name[-1]) if zero else 0,
-            precision=scenario.precision,  # type: ignore[arg-type]
+        engine_config(
+            engine_name,
+            precision=scenario.precision,
             bucket_mb=0.02,
             initial_loss_scale_power=10,
         ),
@@ -128,7 +126,7 @@ def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, se
         data=source,
         accumulation=scenario.accumulation,
         policy=PolicyConfig(),
-        guard=replace(GUARD),
+        guard=GUARD,
         snapshot=SnapshotConfig(every=5, keep=4, trust_after=0),
         checkpoint=CheckpointConfig(every=0),
         listeners=[ear],

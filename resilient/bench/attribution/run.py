@@ -16,31 +16,23 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from resilient.bench.attribution.clean import FalseVerdicts, judge_clean
-from resilient.bench.attribution.scenarios import ENGINES, SCENARIOS, Scenario
+from resilient.bench.attribution.live import run_scenario
+from resilient.bench.attribution.scenarios import SCENARIOS, Scenario
 from resilient.bench.attribution.score import Score, score, total
 from resilient.bench.attribution.table import text
+from resilient.bench.bounds import Check
+from resilient.bench.ranks import ENGINES, begin
+from resilient.errors import ConfigError
 from resilient.recovery.local import spawn
+from resilient.telemetry.output import check_folder, hand_over, unusable
 
 _RANKS_RIGHT, _CAUSES_RIGHT = 0.99, 0.95
-
-
-@dataclass(frozen=True)
-class Check:
-    """A bound of this benchmark."""
-
-    name: str
-    value: float
-    bound: float
-    at_least: bool = True
-
-    @property
-    def held(self) -> bool:
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
 def launch(engine: str, world: int, seeds: int, only: str) -> list[dict[str, Any]]:
@@ -68,15 +60,7 @@ def launch(engine: str, world: int, seeds: int, only: str) -> list[dict[str, Any
 
 def worker(engine: str, seeds: int, only: str, out: str) -> int:
     """One rank of a launch. Rank 0 writes after every run, so that a hang loses only what hangs."""
-    import torch
-    import torch.distributed as dist
-
-    from resilient.bench.attribution.live import run_scenario
-
-    torch.set_num_threads(1)
-    if engine.startswith("zero"):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    dist.init_process_group("gloo")
+    begin(engine)
     rank, world = dist.get_rank(), dist.get_world_size()
     runs = []
     try:
@@ -139,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.worker:
         return worker(options.engines[0], options.seeds, options.only, options.worker)
+    try:
+        check_folder("--out", options.out)
+    except ConfigError as error:
+        return unusable("bench attribution", error)
     engines, worlds, seeds = (["ddp"], [2], 1) if options.quick else (options.engines, options.worlds, options.seeds)
     runs: list[dict[str, Any]] = []
     for engine in engines:
@@ -149,14 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     clean = [judge_clean(w, tails, simulated) for w in (2, 8) for tails in ("normal", "t3")] if simulated else []
     found = summarise(runs)
     held = checks(found["all"], clean)
-    report = text(found, held, runs)
-    if options.out:
+    if options.format == "json":
         plain = {k: {n: vars(s) for n, s in v.items()} if isinstance(v, dict) else vars(v) for k, v in found.items()}
-        Path(options.out).write_text(
-            json.dumps({"summary": plain, "clean": [vars(c) for c in clean], "runs": runs}, indent=1) + "\n"
-        )
-    print(json.dumps([vars(c) for c in held]) if options.format == "json" else report)
-    return 0 if all(c.held for c in held) else 1
+        every = {"checks": [c.as_json() for c in held], "clean": [vars(c) for c in clean], "runs": runs}
+        written = json.dumps({"summary": plain, **every}, indent=1)
+    else:
+        written = text(found, held, runs)
+    return hand_over("bench attribution", written, options.out) or int(not all(c.ok for c in held))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ENGINES = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
+from resilient.bench.ranks import ENGINES
+
 FAULT_STEP = 40  # references need a history; a run that breaks in its first steps is another benchmark's
 STEPS, CLEAN_STEPS = 56, 120
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from resilient.bench.attribution.peers import detected_by_peers
 from resilient.bench.attribution.score import CAUSES, Score
+from resilient.bench.bounds import Check
 from resilient.bench.detection.table import table
 
 
-def text(found: dict[str, Any], checks: Sequence[Any], runs: Sequence[dict[str, Any]]) -> str:
+def text(found: dict[str, Any], checks: Sequence[Check], runs: Sequence[dict[str, Any]]) -> str:
     parts = [
         table(
             "By fault",
@@ -46,7 +47,7 @@ def text(found: dict[str, Any], checks: Sequence[Any], runs: Sequence[dict[str, 
     parts += [f"broken: {line}" for line in found["all"].broken]
     parts.append(
         "\n".join(
-            f"{'held  ' if c.held else 'MISSED'} {c.name}: {c.value:.4g} ({'>=' if c.at_least else '<='} {c.bound:g})"
+            f"{'held  ' if c.ok else 'MISSED'} {c.name}: {c.value:.4g} ({'>=' if c.at_least else '<='} {c.bound:g})"
             for c in checks
         )
     )

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from resilient.bench.bounds import Check
 from resilient.bench.detection.baselines import BASELINES, BY_KEY, NAMED, Baseline
 from resilient.bench.detection.events import (
     EVENTS,
@@ -358,23 +359,6 @@ def on_traces(settings: Settings) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Bounds
-
-
-@dataclass(frozen=True)
-class Check:
-    """A figure and the bound it has to keep. at_least False: the bound is a maximum."""
-
-    name: str
-    value: float
-    bound: float
-    at_least: bool = True
-
-    @property
-    def ok(self) -> bool:
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "value": self.value, "bound": self.bound, "ok": self.ok}
 
 
 def checks(

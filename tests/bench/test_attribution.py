@@ -1,0 +1,108 @@
+"""The attribution benchmark: what counts as right, as false and as seen, and that its counters can count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resilient.bench.attribution import clean
+from resilient.bench.attribution.clean import judge_clean
+from resilient.bench.attribution.peers import detected_by_peers
+from resilient.bench.attribution.run import chosen, main
+from resilient.bench.attribution.score import score, total
+from resilient.bench.simulated import SimulatedRun
+from resilient.signals.record import INDEX
+
+TRUTH = {"kind": "rank_grad_spike", "cause": "compute", "ranks": [1], "step": 40}
+
+
+def told(
+    step: int = 40, cause: str = "compute", ranks: tuple[int, ...] = (1,), severity: str = "act"
+) -> dict[str, Any]:
+    return {"step": step, "cause": cause, "ranks": list(ranks), "severity": severity}
+
+
+def run(*verdicts: dict[str, Any], truth: dict[str, Any] | None = TRUTH, **more: Any) -> dict[str, Any]:
+    fixed = {"scenario": "s", "engine": "ddp", "world": 2, "seed": 0, "steps": 56, "excluded": [], "ended": ""}
+    return {**fixed, "truth": truth, "told": list(verdicts), **more}
+
+
+def test_a_verdict_is_right_by_rank_and_by_cause_separately():
+    cases = {
+        (True, True): told(),
+        (False, True): told(ranks=(0,)),
+        (True, False): told(cause="data"),
+        (False, False): told(cause="unknown", ranks=(0, 1)),
+    }
+    for (rank, cause), verdict in cases.items():
+        found = score(run(verdict))
+        assert (found.detected, found.ranks, found.causes) == (1, rank, cause)
+    assert score(run(told(cause="unknown"))).abstained == 1
+    assert score(run()).detected == 0
+
+
+def test_the_first_verdict_that_refuses_decides_and_the_delay_is_that_of_the_first_told():
+    found = score(run(told(41, "data", (), "warn"), told(43)))
+    assert (found.delays, found.causes, found.confusion) == ([1], 1, {"compute": 1})
+
+
+def test_what_is_told_before_the_fault_or_in_a_clean_run_is_false_if_it_accuses():
+    assert score(run(told(12), told(13, "data"), told())).false == 1
+    assert score(run(told(12, "communication"), truth=None)).false == 1
+    both = total([score(run(told(12))), score(run(truth=None))])
+    assert (both.runs, both.false, both.clean_steps) == (2, 1, 39 + 56)
+
+
+def test_data_left_out_for_a_machine_counts_against_and_a_pair_is_enough_where_two_look_alike():
+    assert score(run(told(), excluded=[[3, 5]])).excluded == 1
+    pair = {**TRUTH, "kind": "replica_drift"}
+    assert score(run(told(ranks=(0, 1)), truth=pair)).ranks == 1
+    assert score(run(told(ranks=(0, 1)))).ranks == 0
+    assert score(run(told(ranks=()), truth={**TRUTH, "ranks": []})).ranks == 1
+
+
+def test_every_engine_has_clean_controls_and_a_fault_of_each_cause():
+    for engine in ("ddp", "zero3"):
+        kinds = {s.fault["kind"] for s in chosen(engine, 2, "")}
+        assert {"none", "rank_grad_spike", "bad_reduction", "bad_sample", "lr_overshoot"} <= kinds
+
+
+class Spiked(SimulatedRun):
+    """The control: rank 1 of a healthy run has a spike."""
+
+    def table(self, step: int):  # type: ignore[no-untyped-def]
+        table = super().table(step)
+        if step == 150:
+            table.rows[1, INDEX["local_grad_norm"]] *= 1000.0
+        return table
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_simulated_ranks_are_not_accused_and_the_counter_can_count(world: int, monkeypatch: pytest.MonkeyPatch):
+    assert judge_clean(world, "normal", 200).accusing == 0
+    monkeypatch.setattr(clean, "SimulatedRun", Spiked)
+    assert judge_clean(world, "normal", 200).accusing >= 1
+
+
+def test_public_rules_are_armed_before_the_fault_and_see_a_spike():
+    rng = np.random.default_rng(0)
+    series = [[s, 2.0 + 0.01 * rng.standard_normal(), 1.0 + 0.01 * rng.standard_normal()] for s in range(1, 57)]
+    spiked = [[s, loss, norm * 1000 if s == 40 else norm] for s, loss, norm in series]
+    rows = {row[0].split()[0]: row for row in detected_by_peers([run(series=spiked), run(series=series, truth=None)])}
+    assert rows["B6"][1] == "1/1" and rows["B0"][1] == "0/1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_one_scenario_from_the_command_line(tmp_path: Path):
+    words = ["--engines", "zero1", "--worlds", "2", "--seeds", "1", "--only", "spike x1000", "--simulated", "0"]
+    assert main([*words, "--format", "json", "--out", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    (one,) = found["runs"]
+    assert one["told"][0]["cause"] == "compute" and one["told"][0]["ranks"] == [1]
+    assert all(check["ok"] for check in found["checks"])
+    assert main(["--out", str(tmp_path / "no" / "folder.json")]) == 64
