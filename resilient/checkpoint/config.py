@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """The memory ring. every: steps between snapshots (0: none); keep: how many.
+    """The memory ring. every: steps between snapshots (0: none); keep: how many, or fewer, but two, when that many take
+    more than budget_mb of a rank's host memory (null: no limit).
 
     trust_after: clean steps after a snapshot before it may be a rollback target. Damage done by the step just before
     an alarm shows only in the next loss, so the newest snapshot may already carry it."""
 
     every: int = 5
     keep: int = 4
+    budget_mb: float | None = None
     trust_after: int = 2
 
 

@@ -1,17 +1,18 @@
-"""64-bit digests of tensors and of nested state, computed on the tensor's device without a host sync per tensor.
+"""64-bit digests: of live tensors on their own device, and of nested state in host memory.
 
-The digest is a position-weighted sum of the raw bits modulo 2**64: cheap, order-sensitive inside a tensor and the
-same on CPU and CUDA. It finds accidents, not attackers; files carry a cryptographic digest of their own.
+`tensor_digest` is a position-weighted sum of the raw bits modulo 2**64: order-sensitive inside a tensor, the same on CPU
+and CUDA, no host sync per tensor. `state_digest` is xxh3 over a whole nested state, faster than copying it. Both find
+accidents, not attackers.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 _CHUNK = 1 << 20
 _CACHED = 1 << 16  # words of a chunk that are worked on at a time, where a processor's cache makes that faster
@@ -85,36 +86,42 @@ def _as_words(flat: torch.Tensor) -> torch.Tensor:
 
 def walk(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of nested dicts, lists and tuples with their path, in a stable order."""
-    if isinstance(state, Mapping):
-        for key in sorted(state, key=str):
-            yield from walk(state[key], f"{prefix}/{key}")
-    elif isinstance(state, list | tuple):
-        for i, item in enumerate(state):
-            yield from walk(item, f"{prefix}/{i}")
-    else:
-        yield prefix, state
-
-
-def state_digests(state: Any) -> dict[str, str]:
-    """Digest of each leaf, path -> hex. One host copy for all tensors of a device together."""
-    leaves = list(walk(state))
-    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    found: dict[str, str] = {}
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for path, tensor in tensors:
-        by_device.setdefault(tensor.device, []).append((path, tensor_digest(tensor)))
-    for entries in by_device.values():
-        values = torch.stack([digest for _, digest in entries]).tolist()
-        found.update({path: f"{value & (2**64 - 1):016x}" for (path, _), value in zip(entries, values, strict=True)})
-    for path, leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            found[path] = hashlib.blake2b(repr(leaf).encode(), digest_size=8).hexdigest()
-    return found
+    stack = [(prefix, state)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, Mapping):
+            stack.extend((f"{path}/{key}", item[key]) for key in sorted(item, key=str, reverse=True))
+        elif isinstance(item, list | tuple):
+            stack.extend((f"{path}/{i}", item[i]) for i in range(len(item) - 1, -1, -1))
+        else:
+            yield path, item
 
 
 def state_digest(state: Any) -> str:
-    """One 64-bit hex digest of a whole nested state."""
-    h = hashlib.blake2b(digest_size=8)
-    for path, digest in sorted(state_digests(state).items()):
-        h.update(f"{path}={digest};".encode())
-    return h.hexdigest()
+    """One 64-bit hex digest (xxh3) of a whole nested state: paths, shapes, dtypes and every bit of the tensors, repr of
+    everything else. Tensors of an accelerator are copied to the host for it, one at a time."""
+    whole, about = xxhash.xxh3_64(), []
+    for path, leaf in walk(state):
+        if isinstance(leaf, torch.Tensor):
+            about.append(f"{path}:{leaf.dtype}{tuple(leaf.shape)}")
+            whole.update(_bytes(leaf))
+        else:
+            about.append(f"{path}={leaf!r}")
+    whole.update("\n".join(about).encode())
+    return whole.hexdigest()
+
+
+def state_digests(state: Any) -> dict[str, str]:
+    """The same of each leaf by itself, path -> hex: to say what differs."""
+    return {path: state_digest(leaf) for path, leaf in walk(state)}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The raw bits, in C order, without a copy where they lie so in host memory."""
+    flat = tensor.detach().cpu().contiguous()
+    if flat.dtype is torch.bfloat16:  # NumPy has none
+        return flat.view(torch.int16).numpy().data
+    try:
+        return flat.numpy().data
+    except TypeError:  # float8 and the like
+        return flat.reshape(-1).view(torch.uint8).numpy().data

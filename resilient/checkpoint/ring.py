@@ -1,19 +1,21 @@
-"""The memory ring: the last few snapshots in host or device memory, for a rollback without any disk."""
+"""The memory ring: the last few snapshots in host memory, for a rollback without any disk."""
 
 from __future__ import annotations
-
-from collections import deque
 
 from resilient.checkpoint.config import SnapshotConfig
 from resilient.checkpoint.snapshot import Snapshot
 
 
 class MemoryRing:
-    """Every rank holds its own part; the steps are the same on all ranks because snapshots are taken by schedule."""
+    """Every rank holds its own part; the steps are the same on all ranks because snapshots are taken by schedule and kept
+    by number, or by the number that the largest rank's budget allows (`limit`)."""
 
     def __init__(self, config: SnapshotConfig) -> None:
         self.config = config
-        self._snapshots: deque[Snapshot] = deque(maxlen=max(config.keep, 1))
+        self._keep = max(config.keep, 1)
+        self._snapshots: list[Snapshot] = []
+        self._lent: set[int] = set()  # by id: read by somebody else
+        self._spare: Snapshot | None = None
 
     def __len__(self) -> int:
         return len(self._snapshots)
@@ -25,6 +27,20 @@ class MemoryRing:
         """Newest last. A snapshot of the same step replaces the older one; nothing newer may exist."""
         self.drop_after(snapshot.step - 1)
         self._snapshots.append(snapshot)
+        while len(self._snapshots) > self._keep:
+            self._release(self._snapshots.pop(0))
+
+    def fits(self, snapshot_bytes: int) -> int:
+        """How many snapshots of this size the budget holds on this rank, at most `keep`."""
+        if self.config.budget_mb is None:
+            return max(self.config.keep, 1)
+        return min(max(self.config.keep, 1), int(self.config.budget_mb * 2**20 // max(snapshot_bytes, 1)))
+
+    def limit(self, keep: int) -> None:
+        """Keep so many from now on, at least two: the newest may be too young to go back to. Same on all ranks."""
+        self._keep = max(keep, min(2, max(self.config.keep, 1)))
+        while len(self._snapshots) > self._keep:
+            self._release(self._snapshots.pop(0))
 
     def steps(self) -> tuple[int, ...]:
         return tuple(s.step for s in self._snapshots)
@@ -39,7 +55,25 @@ class MemoryRing:
     def drop_after(self, step: int) -> None:
         """Forget snapshots newer than `step`: they belong to a future that was taken back."""
         while self._snapshots and self._snapshots[-1].step > step:
-            self._snapshots.pop()
+            self._release(self._snapshots.pop())
 
     def clear(self) -> None:
-        self._snapshots.clear()
+        while self._snapshots:
+            self._release(self._snapshots.pop())
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def lend(self, snapshot: Snapshot) -> None:
+        """Somebody else reads it from now on, for how long is not known: its memory is not used again."""
+        self._lent.add(id(snapshot))
+
+    def spare(self) -> Snapshot | None:
+        """A snapshot that was dropped, for the next one to be written into. The caller's from now on."""
+        spare, self._spare = self._spare, None
+        return spare
+
+    def _release(self, snapshot: Snapshot) -> None:
+        if id(snapshot) in self._lent:
+            self._lent.discard(id(snapshot))
+        else:
+            self._spare = snapshot
