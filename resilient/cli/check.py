@@ -58,5 +58,9 @@ def _run(job: JobConfig, problems: list[str]) -> None:
     problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
     if not run.guard.exchange_timeout_s > 0:
         problems.append(f"run.guard.exchange_timeout_s={run.guard.exchange_timeout_s}: must be positive")
+    if run.snapshot.budget_mb is not None and not run.snapshot.budget_mb > 0:
+        problems.append(f"run.snapshot.budget_mb={run.snapshot.budget_mb}: must be positive, or null for no limit")
+    if run.guard.grace_s is not None and not run.guard.grace_s > 0:
+        problems.append(f"run.guard.grace_s={run.guard.grace_s}: must be positive, or null when it is not known")
     if not run.guard.link_probe_s > 0:
         problems.append(f"run.guard.link_probe_s={run.guard.link_probe_s}: must be positive")

@@ -135,7 +135,15 @@ def _assemble(
         device=device,
     )
     _seed(run_config.seed + 1 + rank)  # and a random stream of its own for every rank
-    evaluate = HeldOut(engine, stream.corpus, config.data, batches=run_config.eval_batches, rank=rank, world=world)
+    evaluate = HeldOut(
+        engine,
+        stream.corpus,
+        config.data,
+        batches=run_config.eval_batches,
+        rank=rank,
+        world=world,
+        leaving=lambda: guard is not None and guard.leaving(),
+    )
     sample = None
     if run_config.sample_tokens > 0:
         sample = Sampler(engine, stream.corpus, config.data, tokens=run_config.sample_tokens, seed=run_config.seed)

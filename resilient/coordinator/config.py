@@ -29,6 +29,8 @@ class GuardConfig:
         (0: never). A pass over them.
     link_probes: how often in one start a suspicion may have the links and machines probed. 0: never.
     link_probe_s: longest time of one such probe.
+    grace_s: seconds that the cluster leaves between TERM (or USR1) and the end; null: not known. A checkpoint that takes
+        longer is not begun then: the copies in memory are brought up to date.
     nan_probes: how often in one start a window refused for a non-finite value is run once more, with hooks on every
         module, to name the module it began in (T6). 0: never."""
 
@@ -48,3 +50,4 @@ class GuardConfig:
     link_probes: int = 2
     link_probe_s: float = 5.0
     nan_probes: int = 3
+    grace_s: float | None = None

@@ -33,6 +33,7 @@ from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.outer import Outer
+from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.requests import RequestDesk, granted
 from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
@@ -147,7 +148,8 @@ class Coordinator:
         self._started = False
         self._pass_over = False
         self._clock = time.perf_counter()
-        self._leaving = False
+        self._preemption = Preemption(config.grace_s)
+        self._leaving = self._stopped = False
         self._exchange_works = True
         self._last_loss: torch.Tensor | None = None
         self._evaluated: dict[str, float] = {}  # since the last attempt, by column
@@ -189,13 +191,14 @@ class Coordinator:
             self.outer.steps_lost = self.outer.applied - resume.step
             self._contracts.anchor(resume.step)
             self._tell("resume", {"step": resume.step, "position": resume.position})
-        self.feed.peek()
+        self._upcoming()
         if self.judge is not None and self.guarded:
             self._hello()
             self._prepare_second_looks(self.judge)
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
         if resume is None and self._saver.periodic:
             self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
+        self._leave_if_asked()
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config
@@ -288,9 +291,17 @@ class Coordinator:
         self._leave_if_asked()
         return True
 
+    def leaving(self) -> bool:
+        """In a long evaluation, now and then, on all ranks at the same place: True on all of them as soon as any was asked
+        to leave. Break off then; the end of `evaluation()` saves and leaves. Collective: one small all-reduce."""
+        if self.guarded and not self._leaving and not self._stopped:
+            self._leaving = not self.exchange.vote(self._preemption.asked_at is None, self.applied)
+        return self._leaving
+
     def _leave_if_asked(self) -> None:
         """At the quiescent point that a TERM has been waiting for, on all ranks."""
         if self._leaving:
+            self._save_if_due(applied=False, asked=True, snapshot=None)
             saved = "the state is saved" if self._saver.last == self.applied else "nothing was saved"
             raise Preempted(f"asked to leave at step {self.applied}; {saved}")
 
@@ -304,6 +315,7 @@ class Coordinator:
         finally:
             if self._measure is not None:
                 self._measure.pause(False)
+        self._leave_if_asked()
 
     def probe(self, attention_entropy: Any = None, attention_logit_max: Any = None) -> None:
         """What the loop's own model knows about its attention in this window. Nothing without a guard."""
@@ -315,8 +327,8 @@ class Coordinator:
         self._pending_flags |= Flag.CHECKPOINT
 
     def request_preemption(self) -> None:
-        """Leave at the next step boundary, saved. Safe to call from a signal handler, any number of times: it only sets
-        a flag.
+        """Leave at the next step boundary, saved. Safe to call from a signal handler, any number of times: it sets a flag,
+        and calls this rank away from a wait for its loader.
 
         Unguarded ranks cannot agree on a boundary: with policy=off it raises Preempted at once, and Interrupted if the
         guard had broken (a dying peer breaks it first and brings the launcher's TERM next: that is no pre-emption)."""
@@ -325,6 +337,7 @@ class Coordinator:
         if not self.guarded:
             raise Interrupted("told to end after the guard had broken")
         self._pending_flags |= Flag.PREEMPTED
+        self._preemption.ask()
 
     def evaluated(self, step: int, values: Mapping[str, float], about: Mapping[str, Any]) -> None:
         """What an evaluation at `step` found. It rides in the next attempt's row, so that all ranks judge the same.
@@ -430,7 +443,7 @@ class Coordinator:
             raise MonitorBlind(
                 f"guard.backward was called {self._backwards} times for {self._micro} micro-steps: the guard cannot see the loss"
             )
-        upcoming = self.feed.peek()  # outside: what the user's loader raises is the user's, not a failure of the guard
+        upcoming = self._upcoming()  # outside: what the user's loader raises is the user's, not a failure of the guard
         if self._after_retry is not None:  # fetching the window in hand drew random numbers when the attempt first ran
             restore_rng(self._after_retry, self.engine.device)
             self._after_retry = None
@@ -554,6 +567,15 @@ class Coordinator:
                 f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}"
             )
 
+    def _upcoming(self) -> Window | None:
+        """The next window. None: the epoch has no more, or there is no time left to wait for it."""
+        try:
+            with self._preemption.interruptible():
+                return self.feed.peek()
+        except CalledAway:
+            self.feed.give_up()
+            return None
+
     def _act(self, judgement: Judgement, table: StepTable, looked_at: bool = False) -> None:
         """looked_at: where the NaN of this attempt began is known already."""
         decision, window = judgement.decision, self._window
@@ -603,6 +625,7 @@ class Coordinator:
             self._listeners.tell("incident", incident_report(judgement, target, excluded))
         if decision.action == "stop":
             self.engine.skip(False)
+            self._stopped = True
             raise StopRequested(f"step {decision.step}: {decision.reason}{self._saver.kept()}")
         if decision.action == "retry":  # no quiescent point: its window is still to be trained on
             sent = int(table.column("flags")[self.exchange.rank])
@@ -649,7 +672,7 @@ class Coordinator:
         if table.ranks_flagged(Flag.TELEMETRY_FAILED) and self.config.on_guard_failure == "stop":
             ranks = table.ranks_flagged(Flag.TELEMETRY_FAILED)
             raise GuardError(f"rank {', '.join(map(str, ranks))} cannot write its journal (on_guard_failure: stop)")
-        self._leaving = leaving
+        self._leaving |= leaving
         if self._window_of_step and len(self._window_of_step) > 4096:
             for step in sorted(self._window_of_step)[:2048]:
                 del self._window_of_step[step]
@@ -728,8 +751,9 @@ class Coordinator:
 
     def _hello(self) -> None:
         """Agree on the first window: at the start, after a rollback, and when an epoch opens."""
-        upcoming = self.feed.peek()
+        upcoming = self._upcoming()
         record = StepRecord(self.step_index, self.outer.attempts, kind=Kind.HELLO, loss=0.0, loss_max=0.0)
+        record.flags = self._pending_flags & Flag.PREEMPTED
         record.has_next = float(upcoming is not None)
         record.next_tokens = upcoming.tokens if upcoming is not None else 0.0
         layers = self.engine.layers.names if self.config.layers else ()
@@ -740,6 +764,7 @@ class Coordinator:
         if not alike:
             self._tell("warning", {"message": "the ranks' models have different layers: no norms by layer group"})
         self._note_next(table)
+        self._leaving |= bool(table.ranks_flagged(Flag.PREEMPTED))
 
     def _note_next(self, table: StepTable) -> None:
         self._have_next = table.column("has_next") > 0
@@ -762,6 +787,7 @@ class Coordinator:
             except ExchangeFailed as error:
                 self._exchange_works = False
                 self._guard_failed(error)
+            self._leave_if_asked()
 
     # -- when the guard itself breaks ---------------------------------------------------------------------------------
 
@@ -785,6 +811,8 @@ class Coordinator:
         self.outer.attempts += 1
         applied = self._apply(None, Knobs())
         self.outer.skipped += not applied
+        if self._preemption.asked_at is not None:
+            raise Interrupted("told to end when the guard broke: the ranks cannot agree on a step to leave at")
         self.feed.peek()
         self._save_if_due(applied, False, None)
         if applied and self.applied % _UNGUARDED_REPORT_EVERY == 0 and self._listeners:

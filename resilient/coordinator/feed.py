@@ -142,6 +142,10 @@ class WindowFeed:
             self.wait_s += time.perf_counter() - started
         return self._pending
 
+    def give_up(self) -> None:
+        """A `peek` was broken off, and no window will be asked for any more: the position is that before it."""
+        self._pending, self._fetched = None, True
+
     def take(self) -> Window:
         """Hand the next window over; the position moves past it."""
         window = self.peek()

@@ -219,6 +219,11 @@ class Guard:
         """Save at the next point where optimizer, schedule, counters and data agree. Harmless from one rank alone."""
         self._coordinator.request_checkpoint()
 
+    def leaving(self) -> bool:
+        """Ask now and then in a long evaluation, on all ranks at the same place: True on all of them as soon as any was asked
+        to leave. Break off then: the end of `with guard.evaluation()` saves and raises Preempted. One small all-reduce."""
+        return self._coordinator.leaving()
+
     def preempt(self) -> None:
         """Leave at the next step boundary, saved, with Preempted on all ranks. For a signal handler."""
         self._coordinator.request_preemption()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from resilient.train.data import IGNORED, Corpus, DataConfig
 from resilient.train.model import set_probe
 
 
+_PASSES = 8  # between two looks at whether the job has to leave
+
+
 class HeldOut:
     """Callable: the mean loss over the held-out windows, nats per byte, the same value on every rank.
 
@@ -23,12 +27,22 @@ class HeldOut:
     The set does not depend on the number of ranks. Every rank runs the same number of forward passes, as sharded
     engines need: where windows run out, rows carry no loss. The model is put into eval mode and back, attention probes
     are off, no random number is drawn. Collective: all ranks of the default group call it together.
+
+    leaving: asked every few passes, on all ranks alike; once it is true the rest is left out and the result is NaN.
     """
 
     def __init__(
-        self, engine: Engine, corpus: Corpus, config: DataConfig, *, batches: int, rank: int, world: int
+        self,
+        engine: Engine,
+        corpus: Corpus,
+        config: DataConfig,
+        *,
+        batches: int,
+        rank: int,
+        world: int,
+        leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._engine = engine
+        self._engine, self._leaving = engine, leaving
         available = (len(corpus.held_out) - 1) // config.seq_len
         wanted = min(max(batches, 1) * config.micro_batch, available)
         starts = (np.arange(wanted) * available // wanted) * config.seq_len
@@ -46,7 +60,9 @@ class HeldOut:
         device = self._engine.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         with _evaluating(self._engine.module):
-            for input_ids, labels in zip(self._input_ids, self._labels, strict=True):
+            for done, (input_ids, labels) in enumerate(zip(self._input_ids, self._labels, strict=True)):
+                if done % _PASSES == 0 and self._leaving():
+                    return math.nan
                 logits = self._engine(input_ids.to(device)).flatten(0, 1).float()
                 total += F.cross_entropy(
                     logits, labels.to(device).flatten(), ignore_index=IGNORED, reduction="sum"
