@@ -1,4 +1,8 @@
-"""Spawned gloo ranks for tests: many ranks in few processes, a deadline on everything, the child's traceback on failure."""
+"""Gloo ranks for tests: a deadline on everything, the child's traceback on failure.
+
+Ranks are forked from a server that has imported torch, DeepSpeed and the guard (preload.py) and done nothing else: as fresh as a
+new interpreter, in a tenth of a second instead of five.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
 _TIMEOUT = 120.0
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 def _send(pipe: Connection, status: str, value: Any) -> None:
@@ -27,9 +34,26 @@ class RankFailure(AssertionError):
     """A rank raised, died or outlived the deadline."""
 
 
-def _child(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rendezvous: str, args: tuple) -> None:
+def _child(
+    pipe: Connection,
+    environ: dict[str, str],
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    rendezvous: str,
+    args: tuple,
+) -> None:
+    _become_fresh(environ)
     _one_task(pipe, fn, rank, world, rendezvous, args)
     pipe.close()
+
+
+def _become_fresh(environ: dict[str, str]) -> None:
+    """What a new interpreter would have of its own, and a fork has of the server: the starter's environment of today, and
+    NumPy's random stream (Python sees to its own)."""
+    os.environ.clear()
+    os.environ.update(environ)
+    np.random.seed()
 
 
 def _one_task(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, rendezvous: str, args: tuple) -> None:
@@ -54,17 +78,17 @@ def _one_task(pipe: Connection, fn: Callable[..., Any], rank: int, world: int, r
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = _TIMEOUT) -> list[Any]:
-    """Run picklable, top-level `fn(rank, world, *args)` on `world` spawned gloo ranks; return their results in rank order.
+    """Run picklable, top-level `fn(rank, world, *args)` on `world` fresh gloo ranks; return their results in rank order.
 
     Raises RankFailure with the first failing rank's traceback; kills all ranks at the deadline.
     """
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, fn, rank, world, rendezvous, args), daemon=True)
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            arguments = (theirs, dict(os.environ), fn, rank, world, rendezvous, args)
+            process = _CONTEXT.Process(target=_child, args=arguments, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -102,10 +126,10 @@ class RankPool:
                 raise
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world), daemon=True)
+            ours, theirs = _CONTEXT.Pipe()
+            arguments = (theirs, dict(os.environ), rank, self.world)
+            process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -127,7 +151,8 @@ def run_pooled(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 
     return _pools.setdefault(world, RankPool(world)).run(fn, *args, timeout=timeout)
 
 
-def _serve(pipe: Connection, rank: int, world: int) -> None:
+def _serve(pipe: Connection, environ: dict[str, str], rank: int, world: int) -> None:
+    _become_fresh(environ)
     while True:
         try:
             rendezvous, fn, args = pickle.loads(pipe.recv_bytes())

@@ -1,10 +1,15 @@
 """What the guard costs per step: off, observe and full, in turn inside one launch, so that all meet the same machine.
 
-    resilient bench overhead [--quick] [--nproc 2] [--engine ddp] [--model gpt_3m] [--format text|json] [--out FILE]
+    resilient bench overhead [--quick] [--nproc 2] [--engines ddp fsdp2 ...] [--model gpt_3m] [--format text|json] [--out FILE]
 
-Each mode has an engine, model and data stream of its own, all on one seed. Blocks of steps alternate A B C A B C; the figure
-of a mode is the median over its steps, the difference is taken block by block against `off` and given with its range.
-The parts are timed inside further steps of the guarded lane; the judge also on simulated tables of up to 100,000 ranks.
+Each mode has an engine, model, data stream and run directory of its own, all on one seed. Blocks of ten steps (two
+snapshots, and everything else that is not of every step) alternate, forwards and back; the difference is taken block by block
+against `off`, and given as the median with its quartiles.
+
+**CPU time** of rank 0 is what the bounds are about: of the whole process, in the computing and in the communicating
+threads. Wall time is given beside it; where other programs share the cores it measures those, and where every rank has a core
+of its own it adds the wait for the slowest rank, which is there without a guard too. The parts are timed in further steps of
+the full guard; the judge also on simulated tables of up to 100,000 ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +21,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from resilient.bench.bounds import Check
 from resilient.bench.ranks import ENGINES, begin, engine_config
 from resilient.bench.simulated import SimulatedRun
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
@@ -42,6 +48,8 @@ from resilient.train.model import GPT, ModelConfig
 from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
 MODES = ("off", "observe, unchecked", "observe", "default")
+BOUNDS = {"observe, unchecked": 0.3, "default": 1.0}  # percent of the CPU time of a step
+JUDGE_BOUND_US = 2000.0
 PRESETS = {
     "gpt_1m": ModelConfig(),
     "gpt_3m": ModelConfig(name="gpt_3m", width=192, layers=7, heads=6, hidden=512),
@@ -54,17 +62,25 @@ class Settings:
 
     model: str = "gpt_3m"
     engine: str = "ddp"
-    blocks: int = 8
-    steps: int = 8
+    blocks: int = 3
+    steps: int = 10
     seq_len: int = 128
     micro_batch: int = 16
     seed: int = 0
 
 
-class Lane:
-    """One mode: an engine with its guard, advanced a block at a time."""
+class Spent(NamedTuple):
+    """Seconds a step. cpu: of this process, all its threads."""
 
-    def __init__(self, mode: str, settings: Settings, rank: int, world: int) -> None:
+    wall: float
+    cpu: float
+
+
+class Lane:
+    """One mode: an engine with its guard, advanced a block at a time. folder: of the run directory; it holds snapshots in
+    memory and its journal on disk as any run does, but saves no checkpoint."""
+
+    def __init__(self, mode: str, settings: Settings, rank: int, world: int, folder: Path) -> None:
         torch.manual_seed(settings.seed)
         data = DataConfig(seq_len=settings.seq_len, micro_batch=settings.micro_batch)
         self.stream = TokenStream(data, seed=settings.seed, rank=rank, world=world)
@@ -83,120 +99,150 @@ class Lane:
             engine,
             data=self.stream,
             policy=mode.split(",")[0],
+            run_dir=folder / mode.replace(", ", "-"),
             guard=GuardConfig(reduction_check="unchecked" not in mode),
-            snapshot=SnapshotConfig(every=5, keep=4),
+            snapshot=SnapshotConfig(),
             checkpoint=CheckpointConfig(every=0),
             progress=False,
         )
         self.batches = self.guard.batches(steps=10**9)
 
-    def block(self, steps: int) -> list[float]:
-        """Seconds of each of the next steps."""
-        seconds = []
+    def block(self, steps: int) -> Spent:
+        """Train `steps` steps; what one of them took, on average."""
+        dist.barrier()
+        started, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            dist.barrier()
-            started = time.perf_counter()
             result = next_byte_loss(self.guard.engine, next(self.batches))
             mean = result.loss_sum.detach() / max(result.tokens, 1)
             self.guard.backward(weighted(result, self.guard), report=mean, tokens=result.tokens)
             self.guard.step()
-            seconds.append(time.perf_counter() - started)
-        return seconds
+        return Spent((time.perf_counter() - started) / steps, (time.process_time() - cpu) / steps)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.guard.close()
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: Settings, folder: Path) -> dict[str, Any]:
     """Run on every rank; the result is rank 0's."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    lanes = {mode: Lane(mode, settings, rank, world) for mode in MODES}
+    lanes = {mode: Lane(mode, settings, rank, world, folder) for mode in MODES}
     for lane in lanes.values():
         lane.block(3)  # allocations, moments, the first bucket layout
-    times: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
-    for _ in range(settings.blocks):
-        for mode, lane in lanes.items():
-            times[mode].append(lane.block(settings.steps))
-    modes = {}
-    off = [statistics.median(block) for block in times["off"]]
-    for mode in MODES:
-        extra = [100 * (statistics.median(b) / o - 1) for b, o in zip(times[mode], off, strict=True)]
-        modes[mode] = {
-            "step_ms": 1e3 * statistics.median(s for block in times[mode] for s in block),
-            "extra_percent": statistics.median(extra),
-            "extra_percent_range": [min(extra), max(extra)],
-        }
-    parts = _parts(lanes["default"], settings.steps * 2)
+    spent: dict[str, list[Spent]] = {mode: [] for mode in MODES}
+    for block in range(settings.blocks):
+        for mode in MODES if block % 2 == 0 else reversed(MODES):
+            spent[mode].append(lanes[mode].block(settings.steps))
+    modes = {mode: compared(spent[mode], spent["off"]) for mode in MODES}
+    parts = _parts(lanes["default"], settings.steps)
     for lane in lanes.values():
-        lane.stream.close()
-        lane.guard.close()
-    return {"settings": asdict(settings), "world": world, "modes": modes, "parts": parts}
+        lane.close()
+    return {"settings": asdict(settings), "world": world, "modes": modes, **parts}
 
 
-def _parts(lane: Lane, steps: int) -> dict[str, float]:
-    """Microseconds of the guard's parts in a step, medians over `steps` further steps, and what it sends and keeps. Without
-    the update norm, which is measured inside the optimizer's own step."""
-    coordinator = lane.guard._coordinator
-    judge, measure = coordinator.judge, coordinator._measure
-    assert judge is not None and measure is not None
-    timers = {
-        "taps_us": _Timer(coordinator.engine, "taps"),
-        "record_us": _Timer(measure, "record"),
-        "exchange_us": _Timer(coordinator.exchange, "table"),
-        "see_us": _Timer(judge, "see"),
-        "conclude_us": _Timer(judge, "conclude"),
-        "settle_us": _Timer(judge, "settle"),
-        "tell_us": _Timer(coordinator._listeners, "tell"),
-    }
-    lane.block(steps)
-    parts = {name: timer.stop() for name, timer in timers.items()}
-    state = lane.guard.engine.capture()
+def compared(mode: Sequence[Spent], off: Sequence[Spent]) -> dict[str, Any]:
+    """Milliseconds a step, medians over the blocks, and per cent more than `off` block by block."""
+    cpu = [100 * (a.cpu / b.cpu - 1) for a, b in zip(mode, off, strict=True)]
+    wall = [100 * (a.wall / b.wall - 1) for a, b in zip(mode, off, strict=True)]
+    low, _, high = statistics.quantiles(cpu, n=4) if len(cpu) > 1 else cpu * 3
     return {
-        **parts,
-        "exchange_bytes": float(coordinator.exchange.world_size * coordinator.exchange.width * 8),
-        "check_cells": float(len(coordinator.exchange.plan.names) if coordinator.exchange.plan is not None else 0),
-        "snapshot_us": _microseconds(lambda: coordinator._state.capture(0, 0), 5),
-        "snapshot_mb": sum(t.numel() * t.element_size() for t in _tensors(state)) / 1e6,
+        "cpu_ms": 1e3 * statistics.median(s.cpu for s in mode),
+        "wall_ms": 1e3 * statistics.median(s.wall for s in mode),
+        "extra_cpu_percent": statistics.median(cpu),
+        "extra_cpu_quartiles": [low, high],
+        "extra_wall_percent": statistics.median(wall),
+    }
+
+
+def _parts(lane: Lane, steps: int) -> dict[str, Any]:
+    """What the guard's parts take of a step, in the thread that trains, and what it sends and keeps."""
+    coordinator = lane.guard._coordinator
+    engine, judge, exchange, state = coordinator.engine, coordinator.judge, coordinator.exchange, coordinator._state
+    assert judge is not None
+    hook: Any = getattr(engine, "_tap", None)  # DDP's; elsewhere there is no one place to time it
+    tap: Any = getattr(engine, "_update_tap", None)
+    timers = {
+        "before reduction": _Timer(*([(hook, "measure")] if hook is not None else [])),
+        "taps": _Timer((engine, "taps")),
+        "record": _Timer((coordinator, "_record")),
+        "update": _Timer(*([(tap, "_before"), (tap, "_after")] if tap is not None else [])),
+        "exchange": _Timer((exchange, "table")),
+        "see": _Timer((judge, "see")),
+        "conclude": _Timer((judge, "conclude")),
+        "settle": _Timer((judge, "settle")),
+        "tell": _Timer((coordinator._listeners, "tell")),
+        "snapshot": _Timer((state, "capture")),
+    }
+    collectives = _Timer((exchange, "_checked"))
+    for _ in range(steps):
+        lane.block(1)
+        for timer in (*timers.values(), collectives):
+            timer.step()
+    parts = {name: timer.stop() for name, timer in timers.items() if timer.calls}
+    collectives.stop()
+    snapshot = state.capture(0, 0)
+    return {
+        "parts": parts,
+        "collectives": collectives.calls / steps,
+        "exchange_bytes": exchange.world_size * exchange.width * 8,
+        "check_cells": len(exchange.plan.names) if exchange.plan is not None else 0,
+        "snapshot_mb": sum(t.numel() * t.element_size() for t in _tensors(snapshot.parts["engine"])) / 1e6,
     }
 
 
 class _Timer:
-    """Replaces methods of one object by ones that note how long they take."""
+    """Replaces methods of objects by ones that note how long they take together in a step."""
 
-    def __init__(self, owner: Any, *names: str) -> None:
-        self._owner, self._names = owner, names
-        self._seconds: dict[str, list[float]] = {name: [] for name in names}
-        for name in names:
-            self._wrap(name)
+    def __init__(self, *methods: tuple[Any, str]) -> None:
+        self._methods = methods
+        self._now = [0.0, 0.0]
+        self._steps: list[Spent] = []
+        self.calls = 0
+        for owner, name in methods:
+            self._wrap(owner, name)
 
-    def _wrap(self, name: str) -> None:
-        original, seconds = getattr(self._owner, name), self._seconds[name]
+    def _wrap(self, owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.thread_time()
             try:
                 return original(*args, **kwargs)
             finally:
-                seconds.append(time.perf_counter() - started)
+                self._now[0] += time.perf_counter() - started
+                self._now[1] += time.thread_time() - cpu
+                self.calls += 1
 
-        setattr(self._owner, name, timed)
+        setattr(owner, name, timed)
 
-    def stop(self) -> float:
-        """Microseconds: the sum of the methods' medians."""
-        for name in self._names:
-            delattr(self._owner, name)
-        return 1e6 * sum(statistics.median(seconds) for seconds in self._seconds.values() if seconds)
+    def step(self) -> None:
+        self._steps.append(Spent(*self._now))
+        self._now = [0.0, 0.0]
+
+    def stop(self) -> dict[str, float]:
+        """Microseconds a step: the mean, since not all is of every step, and the lowest CPU time."""
+        for owner, name in self._methods:
+            delattr(owner, name)
+        cpu, wall = [s.cpu for s in self._steps], [s.wall for s in self._steps]
+        return {
+            "cpu_us": 1e6 * statistics.mean(cpu),
+            "lowest_cpu_us": 1e6 * min(cpu),
+            "wall_us": 1e6 * statistics.mean(wall),
+        }
 
 
 def judge_at(world: int, steps: int, seed: int = 0) -> float:
-    """Microseconds to judge and settle one step of a simulated run of `world` ranks, median over `steps`."""
+    """Microseconds of CPU time to judge and settle one step of a simulated run of `world` ranks, median over `steps`."""
     run = SimulatedRun(world, cells=0, seed=seed)
     judge = Judge(build_monitor(DetectorConfig()), Ladder(PolicyConfig()))
     seconds = []
     for step in range(1, steps + 33):
         table = run.table(step)
-        started = time.perf_counter()
+        started = time.process_time()
         observation, findings = judge.see(table)
         judgement = judge.conclude(observation, findings, dynamic_scale=False, targets=lambda onset: 1)
         judge.settle(judgement, applied=judgement.decision.action == "apply")
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     return 1e6 * statistics.median(seconds[32:])
 
 
@@ -207,79 +253,104 @@ def _tensors(state: Any) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-def _microseconds(action: Any, times: int) -> float:
-    """Median over `times` calls."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - started)
-    return 1e6 * statistics.median(seconds)
+def checks(found: dict[str, Any], *, quick: bool) -> list[Check]:
+    """The bounds. quick: without those on the cost of a step, which a few steps cannot show."""
+    held = []
+    for engine, one in found["engines"].items():
+        held.append(Check(f"{engine}: collectives of the guard a step", one["collectives"], 1.0, False))
+        for mode, bound in BOUNDS.items() if not quick else ():
+            percent = one["modes"][mode]["extra_cpu_percent"]
+            held.append(Check(f"{engine}: extra CPU time per step, {mode}, per cent", percent, bound, False))
+    if "16384" in found["judge_us"]:
+        held.append(Check("judge at 16,384 ranks, us", found["judge_us"]["16384"], JUDGE_BOUND_US, False))
+    return held
 
 
-def _worker(settings: Settings, out: str) -> int:
+def _worker(settings: Settings, folder: Path) -> int:
     begin(settings.engine)
     try:
-        found = measure(settings)
+        found = measure(settings, folder)
         if dist.get_rank() == 0:
-            Path(out).write_text(json.dumps(found))
+            (folder / "result.json").write_text(json.dumps(found))
     finally:
         dist.destroy_process_group()
     return 0
 
 
+def launch(settings: Settings, nproc: int) -> dict[str, Any] | int:
+    """Measure in ranks of their own; the exit code of the first that failed, if one does."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "resilient.bench.overhead", "--worker", folder, json.dumps(asdict(settings))]
+        code = spawn(command, nproc, {**os.environ, "OMP_NUM_THREADS": "1"})
+        return code or json.loads((Path(folder) / "result.json").read_text())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="resilient bench overhead", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, proves little")
+    parser = argparse.ArgumentParser(
+        prog="resilient bench overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="ddp, few steps: shows that it runs, proves little")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--model", choices=sorted(PRESETS), default="gpt_3m")
-    parser.add_argument("--engine", choices=ENGINES, default="ddp")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="default: all; with --quick: ddp")
+    parser.add_argument("--blocks", type=int, default=None, help="of ten steps, per mode and engine")
     parser.add_argument(
         "--worlds", type=int, nargs="*", default=[1024, 16_384, 100_000], help="simulated ranks for the judge"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--out", metavar="FILE", default=None)
-    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "SETTINGS"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    size = {"blocks": 2, "steps": 3, "micro_batch": 4} if options.quick else {}
-    settings = Settings(model=options.model, engine=options.engine, seed=options.seed, **size)
     if options.worker:
-        return _worker(settings, options.worker)
+        folder, settings = options.worker
+        return _worker(Settings(**json.loads(settings)), Path(folder))
     try:
         check_folder("--out", options.out)
     except ConfigError as error:
         return unusable("bench overhead", error)
-    words = list(sys.argv[1:] if argv is None else argv)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "resilient.bench.overhead", *words, "--worker", str(result)]
-        code = spawn(command, options.nproc, {**os.environ, "OMP_NUM_THREADS": "1"})
-        if code != 0:
-            return code
-        found = json.loads(result.read_text())
+    size: dict[str, Any] = {"blocks": 2, "steps": 3, "micro_batch": 4} if options.quick else {}
+    if options.blocks is not None:
+        size["blocks"] = max(options.blocks, 1)
+    engines: dict[str, Any] = {}
+    for engine in options.engines or (["ddp"] if options.quick else ENGINES):
+        one = launch(Settings(model=options.model, engine=engine, seed=options.seed, **size), options.nproc)
+        if isinstance(one, int):
+            return one
+        engines[engine] = one
+        print(f"{engine}: done", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"engines": engines}
     found["judge_us"] = {str(world): judge_at(world, 40) for world in options.worlds}
-    text = json.dumps(found, indent=2) if options.format == "json" else _table(found)
-    return hand_over("bench overhead", text, options.out)
+    held = checks(found, quick=options.quick)
+    found["checks"] = [check.as_json() for check in held]
+    written = json.dumps(found, indent=2) if options.format == "json" else text(found, held)
+    return hand_over("bench overhead", written, options.out) or int(not all(check.ok for check in held))
 
 
-def _table(found: dict[str, Any]) -> str:
-    settings, parts = found["settings"], found["parts"]
-    tokens = settings["seq_len"] * settings["micro_batch"]
-    lines = [
-        f"{settings['engine']}, {settings['model']}, {found['world']} ranks, {tokens} tokens per rank and step",
-        f"{'policy':<20}{'step':>10}{'extra':>10}   range over blocks",
-    ]
-    for mode, row in found["modes"].items():
-        low, high = row["extra_percent_range"]
-        lines.append(f"{mode:<20}{row['step_ms']:>7.1f} ms{row['extra_percent']:>8.2f} %   {low:+.2f} .. {high:+.2f} %")
-    times = ", ".join(f"{name[:-3]} {value:.0f}" for name, value in parts.items() if name.endswith("_us"))
-    lines.append(f"microseconds a step: {times} (a snapshot is not of every step: {parts['snapshot_mb']:.1f} MB)")
-    lines.append(
-        f"sent: {parts['exchange_bytes']:.0f} bytes, of which {parts['check_cells']:.0f} cells of the reduction check a rank"
-    )
+def text(found: dict[str, Any], held: Sequence[Check]) -> str:
+    lines = []
+    for engine, one in found["engines"].items():
+        settings = one["settings"]
+        tokens = settings["seq_len"] * settings["micro_batch"]
+        lines += [
+            f"{engine}, {settings['model']}, {one['world']} ranks, {tokens} tokens per rank and step",
+            f"  {'policy':<20}{'CPU':>11}{'extra':>10}   {'quartiles':<20}{'wall':>11}{'extra':>10}",
+        ]
+        for mode, row in one["modes"].items():
+            low, high = row["extra_cpu_quartiles"]
+            lines.append(
+                f"  {mode:<20}{row['cpu_ms']:>8.1f} ms{row['extra_cpu_percent']:>8.2f} %   "
+                f"{f'{low:+.2f} .. {high:+.2f} %':<20}{row['wall_ms']:>8.1f} ms{row['extra_wall_percent']:>8.2f} %"
+            )
+        parts = ", ".join(f"{name} {part['cpu_us']:.0f}" for name, part in one["parts"].items())
+        lines.append(f"  CPU microseconds a step, on average (taps are part of record): {parts}")
+        lines.append(
+            f"  {one['collectives']:g} collectives a step, {one['exchange_bytes']} bytes, {one['check_cells']} cells of the "
+            f"reduction check a rank; a snapshot is {one['snapshot_mb']:.1f} MB, every {SnapshotConfig().every} steps"
+        )
     judged = ", ".join(f"{int(world):,} ranks {us / 1e3:.2f} ms" for world, us in found["judge_us"].items())
-    lines.append(f"judge and settle a step of simulated ranks: {judged}")
+    lines.append(f"judge and settle a step of simulated ranks, CPU time: {judged or 'not asked for'}")
+    lines += [f"{'ok  ' if c.ok else 'MISS'} {c.name}: {c.value:.4g} (at most {c.bound:g})" for c in held]
     return "\n".join(lines)
 
 

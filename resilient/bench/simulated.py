@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from resilient.signals import CheckPlan, StepTable
+from resilient.signals.checks import LANE_COLUMNS
 from resilient.signals.record import COLUMNS, INDEX, row_width
 
 UNIT = 2.0**-24  # fp32
@@ -27,7 +28,7 @@ class SimulatedRun:
         self.world, self.tails = world, tails
         receivers = tuple((r,) for r in range(world)) if world <= 64 else (tuple(range(world)),)
         self.plan = CheckPlan(tuple(f"bucket {i}" for i in range(cells)), receivers, UNIT) if cells else None
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._lane_rng = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self._usual = np.exp(0.3 * self._rng.standard_normal(world))  # ranks differ for good
         self._spread = 0.08 * np.exp(0.3 * self._rng.standard_normal(world))
         self._cells = np.exp(self._rng.standard_normal(cells))
@@ -35,7 +36,9 @@ class SimulatedRun:
     def table(self, step: int) -> StepTable:
         """The table of attempt `step`."""
         rng, world = self._rng, self.world
-        rows = np.full((world, row_width(0, len(self._cells))), np.nan)
+        rows = np.full(
+            (row_width(0, len(self._cells)), world), np.nan
+        ).T  # a column's values lie together, as exchanged
 
         def put(name: str, values: Any) -> None:
             rows[:, INDEX[name]] = values
@@ -88,6 +91,9 @@ class SimulatedRun:
         else:
             after = np.zeros((world, cells))
             after[0] = received + product * rng.standard_normal(cells)
-        tail[:, :cells] = before
-        tail[:, cells : 2 * cells] = after
-        tail[:, 2 * cells :] = size**2
+        lanes = np.zeros((world, cells, len(LANE_COLUMNS)))  # their sums over the ranks are all that is looked at
+        lanes[0] = (rounding + product)[:, None] * self._lane_rng.standard_normal((cells, len(LANE_COLUMNS)))
+        whole = (0.7 * size.sum(axis=0)) ** 2 + 0.49 * (size**2).sum(axis=0)
+        parts = [before, after, size**2, np.broadcast_to(whole / world, size.shape), *np.moveaxis(lanes, -1, 0)]
+        for i, part in enumerate(parts):  # in the order of CHECK_COLUMNS
+            tail[:, i * cells : (i + 1) * cells] = part

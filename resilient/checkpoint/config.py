@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from resilient.checkpoint.storage import location_problem
+from resilient.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,29 @@ class CheckpointConfig:
     one with the best evaluation, however old (BR-35); evaluate at multiples of `every`, for only weights that were both
     saved and evaluated can be it.
 
-    on_failure: what all ranks do together when a save fails on any of them."""
+    location: a folder, or an fsspec URL without credentials, of which <run id> is added; of all ranks, or one for all ranks
+        of each host. null: <run>/checkpoints.
+    blocking: wait for each save before the next step, instead of writing in the background.
+    when_busy: what happens when one is due while one is being written and one more waits: wait (for the first) | replace (the
+        waiting one).
+    deadline_s: longest time to write or read one rank's part; then it has failed, even if the storage never answers.
+    on_failure: what all ranks do together when a save fails on any of them: continue (without it) | retry (up to `retries`
+        times, `retry_wait_s` later, doubled each time; then continue) | abort.
+    alarm_after: intervals without a new checkpoint after which that is told (0: never)."""
 
     every: int = 25
     keep: int = 3
     keep_best: bool = True
-    on_failure: str = "continue"  # continue | abort
+    location: str | None = None
+    blocking: bool = True
+    when_busy: Literal["wait", "replace"] = "wait"
+    deadline_s: float = 600.0
+    on_failure: Literal["continue", "retry", "abort"] = "continue"
+    retries: int = 3
+    retry_wait_s: float = 5.0
+    alarm_after: int = 3
+
+    def __post_init__(self) -> None:
+        problem = location_problem(self.location or "")
+        if problem:  # here, before any of it can be written to a log
+            raise ConfigError(problem)

@@ -37,10 +37,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any, *, limit: int | None = None) -> None:
     """`write_whole` of one JSON value. ValueError when it would be longer than `limit` bytes."""
-    data = json.dumps(value, indent=1, sort_keys=True).encode()
-    if limit is not None and len(data) > limit:
-        raise ValueError(f"{path.name} would take {len(data)} bytes; the limit is {limit}")
-    write_whole(path, data)
+    write_whole(path, as_json(value, limit=limit, name=path.name))
 
 
 def read_json(path: Path, *, limit: int) -> dict[str, Any]:
@@ -49,17 +46,34 @@ def read_json(path: Path, *, limit: int) -> dict[str, Any]:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"{path.name} is longer than {limit} bytes")
-    value = json.loads(data)
+    return parse_json(data, path.name)
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """The object in `data`. Raises ValueError when it is none, or nested so deep that it cannot be an honest one."""
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} does not hold an object")
+        raise ValueError(f"{name} does not hold an object")
     return value
+
+
+def as_json(value: Any, *, limit: int | None = None, name: str = "") -> bytes:
+    """ValueError when it would be longer than `limit` bytes."""
+    data = json.dumps(value, indent=1, sort_keys=True).encode()
+    if limit is not None and len(data) > limit:
+        raise ValueError(f"{name} would take {len(data)} bytes; the limit is {limit}")
+    return data
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     """Poll `condition`: another host may see a new file late (NFS and Lustre cache names and attributes, BR-28)."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause = time.monotonic() + timeout_s, 0.02
     while not condition():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.25)  # in an object store each look is a request
     return True

@@ -1,14 +1,11 @@
 """The filesystem store: committed together or not at all, loaded together or not at all.
 
-Save, in four stages with a vote of all ranks after each:
+Saving goes on in the background (commit.py says what is done): `begin` returns at once, and the ranks agree later, at
+points that all of them pass, that every one is ready for the next stage (`advance`) or wait for it (`drain`). A rank that
+fails at a stage says so, and all ranks leave by the same door. What steers a rank is never its own view of the place: the
+committer lists, tells the others, and all try the same (BR-28).
 
-    prepare   rank 0 makes the folder
-    write     every rank writes and fsyncs its part and a note of its size and digest
-    commit    rank 0 reads the notes and writes the manifest (write, fsync, rename, fsync)
-    see       every rank sees the manifest with its own part in it        -> only now is it a checkpoint
-
-A rank that fails at a stage votes no, and all ranks leave by the same door. No decision that steers a rank is taken
-from its own view of the folder: rank 0 lists, writes its choice to a file, and all ranks try that (BR-28).
+A place is a folder or an fsspec URL that all ranks share, or one that the ranks of each host share (layout.py).
 """
 
 from __future__ import annotations
@@ -16,57 +13,78 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import shutil
-import socket
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from resilient.checkpoint.files import fsync_folder, read_json, wait_until, write_json
+from resilient.checkpoint.commit import Job, Save, delete_checkpoint
+from resilient.checkpoint.config import CheckpointConfig
+from resilient.checkpoint.layout import Gather, Layout, gather_in_default_group, probe_layout
+from resilient.checkpoint.loading import Loader, traces_of_training
 from resilient.checkpoint.manifest import (
-    MANIFEST,
-    MANIFEST_LIMIT,
     Checkpoint,
     Health,
+    Listing,
     Manifest,
-    Part,
-    folder_name,
-    installed_versions,
     list_checkpoints,
-    part_name,
     read_manifest,
-    step_of,
     write_manifest,
 )
-from resilient.checkpoint.parts import note_name, read_part, write_part
 from resilient.checkpoint.retention import best_of, to_delete
-from resilient.checkpoint.snapshot import PARTS, Snapshot
-from resilient.errors import CheckpointError, NothingUsable, ResilientError
+from resilient.checkpoint.snapshot import Snapshot
+from resilient.checkpoint.storage import Storage, open_storage, place_of, redact
+from resilient.checkpoint.together import Together
+from resilient.checkpoint.writer import Task, Writer
+from resilient.errors import CheckpointError, ResilientError
 
 log = logging.getLogger(__name__)
 
+__all__ = ["FilesystemStore", "Outcome", "State", "configured_store", "traces_of_training"]
+
+_HOUSEKEEPING_S = 30.0  # what is only tidying may hold up the end of a save by so much
+_CLOSE_S = 10.0
+_PROBE_S = 5.0  # where not all ranks share a place, the start takes so much longer
+
+State = Literal["idle", "busy", "ready", "failed"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a save; the same on all ranks but for `problem` ("" when committed). dropped: on purpose."""
+
+    step: int
+    attempt: int
+    committed: bool
+    seconds: float
+    problem: str = ""
+    dropped: bool = False
+
 
 class FilesystemStore:
-    """Checkpoints of one run in one folder that all ranks share.
+    """Checkpoints of one run in one place. Construct on all ranks.
 
-    folder: usually <run>/checkpoints. A folder that only some ranks see is refused.
-    vote: collective with its own deadline; all ranks call it, True only if every rank said True. Its deadline must
-        exceed the time the slowest rank needs to write or read its part.
+    place: folder (usually <run>/checkpoints), fsspec URL, or a Storage. run_dir: where steps.jsonl lies; None: the folder
+        above the place.
+    vote: collective with its own deadline; all ranks call it, True only if every rank said True.
+    gather: collective, see layout.py.
     keep: complete checkpoints to keep (at least one stays). keep_best: and the one with the best evaluation.
-    fingerprint: JSON values that must be equal to load: engine, precision, model shape and the like.
+    fingerprint: JSON values that must be equal to load: engine, precision, model shape and the like. about: others, for
+        people: mesh, config digest, git commit.
     visible_s: how long a rank waits for a file that another rank has written.
-    may_write: called on rank 0 before a save; raises when this process must not write any more (a newer generation).
+    deadline_s: longest time of a stage of a save or load on this rank; then it has failed, even if it never returns.
+    retries: how often a failed stage is done again, `retry_wait_s` later, twice that after the next.
+    when_busy: what `begin` does with two saves not done yet: "wait" for the first, or "replace" the one not begun.
+    may_write: called on a committer before it writes; raises when this process must not any more (a newer generation).
 
     `manifest` is that of the last checkpoint loaded or saved (`manifest.outer` is the outer state saved with it);
-    `problem` says why the last save returned False.
+    `problem` says why the last save or stage of a load failed.
     """
 
     def __init__(
         self,
-        folder: Path | str,
+        place: Path | str | Storage,
         *,
         rank: int,
         world: int,
@@ -76,170 +94,266 @@ class FilesystemStore:
         run_id: str,
         generation: int,
         fingerprint: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        gather: Gather = gather_in_default_group,
         visible_s: float = 30.0,
+        deadline_s: float = 600.0,
+        retries: int = 0,
+        retry_wait_s: float = 5.0,
+        when_busy: Literal["wait", "replace"] = "wait",
+        run_dir: Path | None = None,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder = Path(folder).absolute()
+        self.storage = open_storage(place)
         self.rank, self.world = rank, world
         self.keep, self.keep_best = keep, keep_best
-        self.run_id, self.generation = run_id, generation
-        self.fingerprint = _as_json(dict(fingerprint))
-        self.visible_s = visible_s
-        self._may_write = may_write
+        self.run_id = run_id
         self.manifest: Manifest | None = None
-        self.problem = ""
-        self._vote = vote
-        self._held: set[tuple[int, int]] = set()  # (step, attempt) saved or loaded by this process
+        self._vote, self._gather = vote, gather
+        self._retries, self._retry_wait_s, self._when_busy = retries, retry_wait_s, when_busy
+        self._layout: Layout | None = Layout.one(1) if world == 1 else None
+        self._writer = Writer(f"the checkpoint writer of rank {rank}")
+        self._together = Together(rank, lambda ok: self._vote(ok), self._writer, deadline_s)
+        self._job = Job(
+            storage=self.storage,
+            rank=rank,
+            world=world,
+            domain=tuple(range(world)),
+            run_id=run_id,
+            generation=generation,
+            fingerprint=_as_json(dict(fingerprint)),
+            about=_as_json(dict(about or {})),
+            may_write=may_write,
+            visible_s=visible_s,
+        )
+        folder = Path(place) if isinstance(place, Path | str) and run_dir is None else None
+        self._run_dir = folder.absolute().parent if folder is not None else run_dir
+        self._now: Save | None = None
+        self._next: Save | None = None
+        self._task: Task | None = None
+        self._stages = 0  # counts what `report` spoke of; the same on all ranks
+        self._reported = -1
+        self._begun = 0
+        self._held: dict[tuple[int, int], str] = {}  # (step, attempt) saved or loaded by this process: its folder
         self._rejected: set[str] = set()  # folders whose content was refused
-        self._own: Part | None = None
-        self._created: Path | None = None  # rank 0: the folder this save made
-        self._choices = 0
 
-    # -- save ---------------------------------------------------------------------------------------------------
+    @property
+    def folder(self) -> Path:
+        """Of a local place."""
+        return Path(self.storage.name)
 
-    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None = None, health: Health | None = None) -> bool:
-        """Commit a snapshot. Call on all ranks at the same step; returns the same on all: True once every rank sees it.
+    @property
+    def problem(self) -> str:
+        return self._together.problem
 
-        outer: JSON state that outlives a rollback (budget, skipped data); rank 0's is stored in the manifest, and so is
-        its `health`.
-        False means that nothing was committed and older checkpoints are untouched; `problem` says why.
-        Saving the same (step, attempt) again does nothing. Raises CheckpointError if a required part is missing,
-        and whatever the vote raises when ranks do not come (BR-22)."""
-        key = (snapshot.step, snapshot.attempt)
-        if key in self._held:
+    def layout(self) -> Layout:
+        """Which ranks share the place. Collective the first time."""
+        if self._layout is None:
+            patience_s = min(self._job.visible_s, _PROBE_S)
+            self._layout = probe_layout(self.storage, self.rank, self.world, self._gather, patience_s)
+            self._job.domain = self._layout.domain(self.rank)
+        return self._layout
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        outer: dict[str, Any] | None = None,
+        health: Health | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Commit a snapshot, waited for. As `begin`, but returns, the same on all ranks, True once every rank sees it.
+
+        False means that nothing was committed and older checkpoints are untouched; `problem` says why. Raises
+        CheckpointError if a required part is missing, and whatever the vote raises when ranks do not come (BR-22)."""
+        if (snapshot.step, snapshot.attempt) in self._held:
             return True
-        path = self.folder / folder_name(*key)
-        missing = [name for name in PARTS if name not in snapshot.parts or name not in snapshot.digests]
-        self.problem, self._created = "", None
-        committed = (
-            self._agree(f"prepare {path.name}", lambda: self._prepare(path, missing))
-            and self._agree(f"write {part_name(self.rank)}", lambda: self._write(path, snapshot))
-            and self._agree(f"commit {path.name}", lambda: self._commit(path, snapshot, outer, health))
-            and self._agree(f"see {path.name} committed", lambda: self._see(path))
-        )
-        if not committed:
-            self._withdraw()
-            if missing:
-                raise CheckpointError(self.problem)
-            return False
-        self._held.add(key)
-        if self.rank == 0:
-            self._prune()
-        return True
+        outcomes = [*self.begin(snapshot, outer, health, facts), *self.drain()]
+        committed = any(o.committed for o in outcomes if (o.step, o.attempt) == (snapshot.step, snapshot.attempt))
+        if not committed and Save(self._job, 0, snapshot, None, None, {}).missing:
+            raise CheckpointError(self.problem)
+        return committed
 
-    def _agree(self, what: str, action: Callable[[], None]) -> bool:
-        """This rank's share of a stage, then everybody's vote on it. An error on one rank is a no from all."""
-        try:
-            action()
-        except Exception as error:
-            self.problem = f"rank {self.rank} could not {what}: {error}"
-            log.warning("%s", self.problem)
-            self._vote(False)
-            return False
-        if self._vote(True):
-            return True
-        self.problem = f"another rank could not {what}; its log says why"
-        return False
+    def begin(
+        self,
+        snapshot: Snapshot,
+        outer: dict[str, Any] | None = None,
+        health: Health | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> list[Outcome]:
+        """Save a snapshot in the background. Call on all ranks at the same step. It may not change any more, nor its memory
+        be used again, until its outcome is known.
 
-    def _prepare(self, path: Path, missing: list[str]) -> None:
-        if missing:
-            raise CheckpointError(f"the snapshot lacks the required part (or its digest) {', '.join(missing)}")
-        if self.rank != 0:
-            return
-        self._may_write()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():  # left by an earlier start: an orphan, or complete but refused at load
-            aside = next(p for p in (path.with_name(f"{path.name}.old{i}") for i in range(10**6)) if not p.exists())
-            path.rename(aside)
-        path.mkdir()
-        self._created = path
-        fsync_folder(self.folder)
+        outer: JSON state that outlives a rollback (budget, skipped data); the committer's is stored in the manifest, and so
+        are its `health` and `facts` (`samples`, `loss_scale`). The same (step, attempt) again does nothing. Returns
+        outcomes of earlier saves that had to be waited for or given up; communicates only when it must wait."""
+        if any((snapshot.step, snapshot.attempt) == (s.step, s.attempt) for s in (self._now, self._next) if s):
+            return []
+        if (snapshot.step, snapshot.attempt) in self._held:
+            return []
+        self.layout()
+        outcomes = []
+        if self._next is not None and self._when_busy == "replace":
+            outcomes.append(_outcome(self._next, "a newer one was due before it was begun", dropped=True))
+            self._next = None
+        while self._next is not None:
+            outcomes.extend(self._wait())
+        self._begun += 1
+        save = Save(self._job, self._begun, snapshot, _as_json(outer), health, facts or {})
+        if self._now is None:
+            self._start(save)
+        else:
+            self._next = save
+        return outcomes
 
-    def _write(self, path: Path, snapshot: Snapshot) -> None:
-        if not wait_until(path.is_dir, self.visible_s):
-            raise CheckpointError(
-                f"{socket.gethostname()} does not see {path}, which rank 0 has made: all ranks must share the "
-                "checkpoint folder (run.root on a shared file system); node-local folders are not supported"
-            )
-        self._own = write_part(path, self.rank, snapshot)
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Steps whose save is not done yet, oldest first. The same on all ranks."""
+        return tuple(save.step for save in (self._now, self._next) if save is not None)
 
-    def _commit(self, path: Path, snapshot: Snapshot, outer: dict[str, Any] | None, health: Health | None) -> None:
-        if self.rank != 0:
-            return
-        known = list_checkpoints(self.folder).complete
-        manifest = Manifest(
-            run_id=self.run_id,
-            generation=self.generation,
-            serial=1 + max((c.manifest.serial for c in known), default=0),
-            step=snapshot.step,
-            attempt=snapshot.attempt,
-            position=snapshot.position,
-            lr=snapshot.lr,
-            schedule=snapshot.schedule,
-            world=self.world,
-            fingerprint=self.fingerprint,
-            parts=tuple(self._read_note(path, rank, snapshot) for rank in range(self.world)),
-            versions=installed_versions(),
-            written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            outer=_as_json(outer),
-            health=health or Health(),
-        )
-        write_manifest(path, manifest)
+    def report(self) -> State:
+        """Where this rank stands with what it does in the background, for the others: they all have to hear it before
+        `advance`."""
+        self._reported = self._stages
+        if self._task is None:
+            return "idle"
+        return "failed" if self._task.failed else "ready" if self._task.finished else "busy"
 
-    def _read_note(self, path: Path, rank: int, snapshot: Snapshot) -> Part:
-        """What another rank says about its part, checked against the file itself."""
-        note_path, part_path = path / note_name(rank), path / part_name(rank)
-        if not wait_until(lambda: note_path.exists() and part_path.exists(), self.visible_s):
-            raise CheckpointError(f"the part of rank {rank} is not visible in {path}: all ranks must share this folder")
-        note = read_json(note_path, limit=MANIFEST_LIMIT)
-        if (note["step"], note["attempt"]) != (snapshot.step, snapshot.attempt):
-            raise CheckpointError(f"rank {rank} saved step {note['step']}, rank 0 saved step {snapshot.step}")
-        if not wait_until(lambda: part_path.stat().st_size == note["size"], self.visible_s):
-            raise CheckpointError(f"the part of rank {rank} has not the {note['size']} bytes that it wrote")
-        return Part(part_path.name, int(note["size"]), str(note["digest"]), dict(note["digests"]))
+    def advance(self, *, failed: bool, ready: bool) -> list[Outcome]:
+        """Go on to the next stage, on all ranks together. Does not wait and does not communicate.
 
-    def _see(self, path: Path) -> None:
-        if not wait_until((path / MANIFEST).exists, self.visible_s):
-            raise CheckpointError(f"{path / MANIFEST} is not visible after {self.visible_s:.0f} s")
-        manifest = read_manifest(path)
-        if manifest.parts[self.rank] != self._own:
-            raise CheckpointError(f"{path / MANIFEST} does not describe the part of rank {self.rank}")
-        self.manifest = manifest
+        failed: some rank's last `report` was "failed"; ready: every rank's was "ready"."""
+        if self._reported != self._stages or self._now is None:
+            return []  # the report was of a stage that is over: a save was given up, begun or waited for since
+        return self._advance(failed, ready)
 
-    def _withdraw(self) -> None:
-        """Rank 0: take back what this save made, the manifest first. All files are closed: every rank has voted."""
-        if self._created is not None:
-            self._delete(self._created)
+    def poll(self) -> list[Outcome]:
+        """`report` and `advance` by a vote, where ranks have no other way to hear of each other. Collective."""
+        if self._task is None:
+            return []
+        return self._advance(*self._together.where_all_stand(self._task))
+
+    def drain(self) -> list[Outcome]:
+        """Wait until every save begun is committed or has failed. Collective."""
+        outcomes = []
+        while self._now is not None:
+            outcomes.extend(self._wait())
+        self._writer.settle(_HOUSEKEEPING_S)
+        return outcomes
+
+    def give_up_after(self, step: int) -> list[Outcome]:
+        """Saves of later steps belong to a course that is taken back: those not in their last stage are given up. On all
+        ranks; does not communicate."""
+        outcomes = []
+        if self._next is not None and self._next.step > step:
+            outcomes.append(_outcome(self._next, "its steps were taken back", dropped=True))
+            self._next = None
+        if self._now is not None and self._now.step > step and self._now.stage == "write":
+            outcomes.append(self._end("its steps were taken back", dropped=True))
+        return outcomes
+
+    def close(self) -> None:
+        """Nothing more is committed: what is being written is given up. Not collective; idempotent."""
+        if self._task is not None:
+            self._task.give_up()
+        self._now = self._next = self._task = None
+        self._writer.close(_CLOSE_S)
+
+    def _wait(self) -> list[Outcome]:
+        assert self._task is not None
+        self._task.wait(0.25)
+        return self._advance(*self._together.where_all_stand(self._task))
+
+    def _start(self, save: Save, after_s: float = 0.0) -> None:
+        """Begin the present stage of `save`, or begin it again."""
+
+        def work(task: Task) -> None:
+            if after_s:
+                task.sleep(after_s)
+            save.work(task)
+
+        self._now = save
+        self._stages += 1
+        self._task = self._writer.submit(save.what, work, self._together.deadline_s + after_s)
+
+    def _advance(self, failed: bool, ready: bool) -> list[Outcome]:
+        save, task = self._now, self._task
+        assert save is not None and task is not None
+        if failed:
+            self._together.blame(save.what, task)
+            task.give_up()
+            if save.tries > self._retries:
+                return [self._end(self.problem)]
+            self._start(save, self._retry_wait_s * 2 ** (save.tries - 1))
+            save.tries += 1
+            return []
+        if not ready:
+            return []
+        if save.stage == "write":
+            save.next_stage()
+            self._start(save)
+            return []
+        self.manifest = save.manifest
+        self._held[save.step, save.attempt] = save.folder
+        return [self._end("")]
+
+    def _end(self, problem: str, dropped: bool = False) -> Outcome:
+        """Done with the save in hand: tidy up, and begin the next one."""
+        save, task = self._now, self._task
+        assert save is not None and task is not None
+        task.give_up()
+        if self._job.committer:
+            work = self._prune if not problem else lambda task: save.withdraw()
+            self._writer.submit(f"tidy up after {save.folder}", work, self._together.deadline_s)
+        self._now = self._task = None
+        self._stages += 1
+        if self._next is not None:
+            following, self._next = self._next, None
+            self._start(following)
+        return _outcome(save, problem, dropped)
+
+    # -- what is known about checkpoints --------------------------------------------------------------------------
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the evaluation (by name: eval_loss, ...) of the checkpoint of `step` that this process saved or loaded last, if there is one. Rank 0
-        writes, the others do nothing; a failure is a warning."""
-        if self.rank != 0:
-            return
+        """Note the evaluation (by name: eval_loss, ...) of the checkpoint of `step` that this process saved or loaded last, if
+        there is one. Committers write, in the background, the others do nothing; a failure is a warning."""
         attempts = [attempt for held, attempt in self._held if held == step]
-        if not attempts:
+        if not attempts or not self._job.committer:
             return
-        path = self.folder / folder_name(step, max(attempts))
-        try:
-            self._may_write()
-            manifest = read_manifest(path)
-            found = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            write_manifest(path, replace(manifest, health=replace(manifest.health, evaluation=found)))
-        except (OSError, ResilientError) as error:
-            log.warning("the evaluation of step %d could not be noted in %s: %s", step, path, error)
+        folder = self._held[step, max(attempts)]
+        found = {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+        def note(task: Task) -> None:
+            try:
+                self._job.may_write()
+                path = Path(folder)
+                manifest = read_manifest(path, self.storage)
+                health = replace(manifest.health, evaluation=found)
+                write_manifest(path, replace(manifest, health=health), self.storage)
+            except (OSError, ResilientError) as error:
+                log.warning("the evaluation of step %d could not be noted: %s", step, redact(str(error)))
+
+        self._writer.submit(f"note the evaluation of {folder}", note, self._together.deadline_s)
 
     def best(self) -> Checkpoint | None:
-        """The complete checkpoint with the smallest evaluation loss. For one rank: it lists the folder."""
-        try:
-            complete = {c.path.name: c for c in list_checkpoints(self.folder).complete if c.manifest.health.sound}
-        except OSError:
-            return None
-        name = best_of({name: c.manifest.health.eval_loss for name, c in complete.items()})
-        return complete[name] if name is not None else None
+        """The complete checkpoint with the smallest evaluation loss, None if that is not known soon. For one rank."""
+        found: list[Checkpoint | None] = []
 
-    def _prune(self) -> None:
-        listing = list_checkpoints(self.folder)
-        best = self.best() if self.keep_best else None
+        def look(task: Task) -> None:
+            found.append(_best_of(list_checkpoints(self.storage)))
+
+        self._writer.run("look for the best", look, _HOUSEKEEPING_S)
+        return found[0] if found else None
+
+    def _prune(self, task: Task) -> None:
+        """In the background, when nothing is being written. Failure is a warning."""
+        try:
+            listing = list_checkpoints(self.storage)
+            best = _best_of(listing) if self.keep_best else None
+        except OSError as error:
+            log.warning("old checkpoints in %s are not deleted: %s", self.storage.name, redact(str(error)))
+            return
         sick = {c.path.name for c in listing.complete if not c.manifest.health.sound}
         for name in to_delete(
             [c.path.name for c in listing.complete],
@@ -248,18 +362,10 @@ class FilesystemStore:
             rejected=self._rejected | sick,
             best=best.path.name if best is not None else None,
         ):
-            self._delete(self.folder / name)
+            task.check()
+            delete_checkpoint(self.storage, name)
 
-    def _delete(self, path: Path) -> None:
-        """Manifest first, so that a half-deleted folder is never taken for a checkpoint. Failure is a warning."""
-        try:
-            (path / MANIFEST).unlink(missing_ok=True)
-            fsync_folder(path)
-            shutil.rmtree(path)
-        except OSError as error:
-            log.warning("could not delete %s: %s", path, error)
-
-    # -- load ---------------------------------------------------------------------------------------------------
+    # -- loading --------------------------------------------------------------------------------------------------
 
     def load(
         self, step: int | None = None, *, on_no_valid_checkpoint: Literal["stop", "fresh"] = "stop"
@@ -269,127 +375,62 @@ class FilesystemStore:
         Call on all ranks; all get the same step. None: a fresh start (no traces of training in the run directory).
         Raises NothingUsable when there are traces and nothing can be loaded (unless on_no_valid_checkpoint="fresh"),
         CheckpointError when the checkpoint belongs to another run, world size or engine, when it lacks a required
-        part, when `step` cannot be loaded, or when a rank does not see the folder. All of these on all ranks alike."""
-        candidates, available, traces = self._choose(step)
-        for name, digest in candidates:
-            snapshot = self._try(name, digest)
-            if snapshot is not None:
-                return snapshot
-            self._rejected.add(name)
-            log.warning("checkpoint %s refused on all ranks: %s", name, self.problem)
-        if step is not None:
-            raise CheckpointError(
-                f"no usable checkpoint of step {step} in {self.folder}; complete ones: {available or 'none'}"
-            )
-        if not traces:
+        part, when `step` cannot be loaded, or when a rank does not see the place. All of these on all ranks alike."""
+        layout, vote = self.layout(), lambda ok: self._vote(ok)
+        loader = Loader(self._job, self._together, layout, self._gather, vote, self._run_dir)
+        found = loader.load(step, on_no_valid_checkpoint)
+        self._rejected |= loader.rejected
+        if found is None:
             return None
-        what = f"{self.folder.parent} holds traces of training ({traces}) but no usable checkpoint"
-        if on_no_valid_checkpoint == "fresh":
-            log.warning("%s: starting from the beginning, as on_no_valid_checkpoint=fresh says", what)
-            return None
-        raise NothingUsable(
-            f"{what}. Starting from zero would throw that work away: repair a checkpoint, choose another run.id, "
-            "or say run.on_no_valid_checkpoint=fresh"
-        )
-
-    def _choose(self, step: int | None) -> tuple[list[tuple[str, str]], list[int], str]:
-        """Rank 0 lists, all read its list: (folder name, manifest digest) to try in order, all steps, traces."""
-        self.problem = ""
-        self._choices += 1
-        path = self.folder / f".choice-{self.generation}-{self._choices}.json"
-        read: dict[str, Any] = {}
-
-        def write() -> None:
-            if self.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                complete = list_checkpoints(self.folder).complete
-                wanted = [c for c in complete if step is None or c.manifest.step == step]
-                wanted.sort(key=lambda c: not c.manifest.health.sound)  # stable: newest first, sick ones last
-                write_json(path, self._as_choice(wanted, complete))
-
-        def see() -> None:
-            if not wait_until(path.exists, self.visible_s):
-                raise CheckpointError(
-                    f"{socket.gethostname()} does not see {path}, which rank 0 has written: all ranks must share the "
-                    "checkpoint folder (run.root on a shared file system); node-local folders are not supported"
-                )
-            read.update(read_json(path, limit=MANIFEST_LIMIT))
-
-        agreed = self._agree("list the checkpoints", write) and self._agree("read rank 0's list of checkpoints", see)
-        if self.rank == 0:
-            path.unlink(missing_ok=True)
-        if not agreed:
-            raise CheckpointError(self.problem)
-        return [(name, digest) for name, digest in read["candidates"]], read["available"], read["traces"]
-
-    def _as_choice(self, wanted: list[Checkpoint], complete: tuple[Checkpoint, ...]) -> dict[str, Any]:
-        return {
-            "candidates": [(c.path.name, c.manifest.digest) for c in wanted],
-            "available": [c.manifest.step for c in complete],
-            "traces": traces_of_training(self.folder),
-        }
-
-    def _try(self, name: str, digest: str) -> Snapshot | None:
-        """One candidate on all ranks: same manifest, fitting this job, every rank's part verified and loaded."""
-        path = self.folder / name
-        found: dict[str, Any] = {}
-
-        def read() -> None:
-            wait_until((path / MANIFEST).exists, self.visible_s)
-            manifest = read_manifest(path)
-            if manifest.digest != digest:
-                raise CheckpointError(f"{path / MANIFEST} is not the one that rank 0 chose")
-            found["manifest"] = manifest
-
-        def load() -> None:
-            snapshot = read_part(path, manifest.parts[self.rank])
-            if (snapshot.step, snapshot.attempt) != (manifest.step, manifest.attempt):
-                raise CheckpointError(f"{path}: the part is of step {snapshot.step}, the manifest of {manifest.step}")
-            found["snapshot"] = snapshot
-
-        if not self._agree(f"read the manifest of {name}", read):
-            return None
-        manifest: Manifest = found["manifest"]
-        self._refuse_unfit(path, manifest)  # the same manifest on all ranks, so all raise or none does
-        if not self._agree(f"load its part of {name}", load):
-            return None
-        self.manifest = manifest
-        self._held.add((manifest.step, manifest.attempt))
-        return found["snapshot"]
-
-    def _refuse_unfit(self, path: Path, manifest: Manifest) -> None:
-        if manifest.run_id != self.run_id:
-            raise CheckpointError(f"{path} belongs to run {manifest.run_id!r}, this is run {self.run_id!r}")
-        differences = []
-        if manifest.world != self.world:
-            differences.append(f"world size {manifest.world} there, {self.world} here (start {manifest.world} ranks)")
-        for key in sorted({*manifest.fingerprint, *self.fingerprint}):
-            there, here = manifest.fingerprint.get(key), self.fingerprint.get(key)
-            if there != here:
-                differences.append(f"{key} {there!r} there, {here!r} here")
-        if differences:
-            raise CheckpointError(
-                f"{path} was written by a different job: {'; '.join(differences)}. "
-                "Start with the settings it was written with, or choose another run.id for a new run"
-            )
-        for rank, part in enumerate(manifest.parts):
-            missing = [name for name in PARTS if name not in part.digests]
-            if missing:
-                raise CheckpointError(f"{path} lacks the required part {', '.join(missing)} of rank {rank}")
+        self.manifest = found.manifest
+        self._held[found.manifest.step, found.manifest.attempt] = found.folder
+        return found.snapshot
 
 
-def traces_of_training(folder: Path) -> str:
-    """What in a run directory says that training has happened: "" for a fresh one. `folder` is its checkpoint folder.
+def configured_store(
+    config: CheckpointConfig,
+    run_dir: Path,
+    *,
+    rank: int,
+    world: int,
+    vote: Callable[[bool], bool],
+    gather: Gather,
+    generation: int,
+    fingerprint: Mapping[str, Any],
+    about: Mapping[str, Any],
+    may_write: Callable[[], None],
+) -> FilesystemStore:
+    """The store of a run as its configuration has it: see FilesystemStore. Raises ConfigError for a location that cannot be
+    opened."""
+    return FilesystemStore(
+        place_of(config.location, run_dir),
+        rank=rank,
+        world=world,
+        vote=vote,
+        gather=gather,
+        keep=config.keep,
+        keep_best=config.keep_best,
+        run_id=run_dir.name,
+        generation=generation,
+        fingerprint=fingerprint,
+        about=about,
+        deadline_s=config.deadline_s,
+        retries=config.retries if config.on_failure == "retry" else 0,
+        retry_wait_s=config.retry_wait_s,
+        when_busy=config.when_busy,
+        run_dir=run_dir,
+        may_write=may_write,
+    )
 
-    A save of step 0 that never committed is no trace: nothing was lost with it (BR-25)."""
-    found = []
-    for path in sorted(folder.glob("step-*")):
-        if (path / MANIFEST).exists() or (step_of(path.name) or 0) > 0:
-            found.append(path.name)
-    steps = folder.parent / "steps.jsonl"
-    if steps.exists() and os.path.getsize(steps) > 0:
-        found.append(steps.name)
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+def _best_of(listing: Listing) -> Checkpoint | None:
+    complete = {c.path.name: c for c in listing.complete if c.manifest.health.sound}
+    name = best_of({name: c.manifest.health.eval_loss for name, c in complete.items()})
+    return complete[name] if name is not None else None
+
+
+def _outcome(save: Save, problem: str, dropped: bool = False) -> Outcome:
+    return Outcome(save.step, save.attempt, not problem, time.monotonic() - save.began, problem, dropped)
 
 
 def _as_json(value: Any) -> Any:

@@ -1,8 +1,12 @@
 """The manifest: the one file that makes a folder of parts a checkpoint, and the discovery that trusts nothing else.
 
     <run>/checkpoints/step-00000050-a00000057/   one folder per committed snapshot (step, attempt)
+        opened.json      by which start, and for which of its saves: written first, parts go nowhere else
         rank-00000.pt    the part of rank 0      rank-00000.json   its size and digest, for the committer
         manifest.json    written last; no manifest, no checkpoint
+
+Where each host has a folder of its own (layout.py), each has a manifest with the parts that lie there, and a checkpoint
+is complete when all of them have.
 
 No torch in here: the supervisor and `resilient checkpoint` read manifests too.
 """
@@ -13,17 +17,17 @@ import hashlib
 import json
 import platform
 import re
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from resilient.checkpoint.files import read_json, write_json
+from resilient.checkpoint.files import as_json, parse_json
+from resilient.checkpoint.storage import LocalStorage, Storage, open_storage, redact
 from resilient.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 16 << 20  # bytes; about 400 per rank are needed
 
@@ -47,8 +51,8 @@ def part_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: its name inside the checkpoint folder, size in bytes, blake2b-256 of its bytes, and the
-    snapshot's digest of each state part in it."""
+    """One rank's file: its name inside the checkpoint folder, size in bytes, xxh3-128 of its bytes, and the snapshot's
+    digest of each state part in it (the random streams of the rank are one of them)."""
 
     file: str
     size: int
@@ -81,7 +85,11 @@ class Health:
 @dataclass(frozen=True)
 class Manifest:
     """What a committed checkpoint holds. `serial` counts commits in this folder and orders them: steps and generations
-    may both come again, after a rollback or a new `resilient launch` of the same run."""
+    may both come again, after a rollback or a new `resilient launch` of the same run.
+
+    position: data windows consumed; samples: the same in samples of all ranks, null where the loader does not tell.
+    lr, schedule, loss_scale: what the next step would use. world: ranks of the job. ranks: those whose parts lie here, in
+    the order of `parts`. about: what the job was: engine, precision, mesh, config digest, git commit."""
 
     run_id: str
     generation: int
@@ -99,6 +107,26 @@ class Manifest:
     outer: dict[str, Any] | None = None
     format: int = FORMAT
     health: Health = field(default_factory=Health)
+    ranks: tuple[int, ...] = ()
+    samples: int | None = None
+    loss_scale: float = 1.0
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(len(self.parts))))
+
+    def part_of(self, rank: int) -> Part:
+        """CheckpointError if it does not lie here."""
+        if rank not in self.ranks:
+            raise CheckpointError(f"the part of rank {rank} lies elsewhere: here are those of ranks {list(self.ranks)}")
+        return self.parts[self.ranks.index(rank)]
+
+    @property
+    def identity(self) -> str:
+        """48 bits that the manifests of one checkpoint share on all hosts."""
+        names = (self.run_id, self.generation, self.step, self.attempt, self.world)
+        return hashlib.blake2b(repr(names).encode(), digest_size=6).hexdigest()
 
     @property
     def digest(self) -> str:
@@ -122,49 +150,72 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit `folder`. Call on the committer only, after all parts are durable. Raises OSError or ValueError."""
+def write_manifest(folder: Path, manifest: Manifest, storage: Storage | None = None) -> None:
+    """Commit `folder`. Call on the committer only, after all parts are durable. Raises OSError or ValueError.
+
+    storage: where the folder is, by its last name; None: on this machine's file system."""
     content = asdict(manifest)
-    write_json(folder / MANIFEST, {**content, "digest": _content_digest(content)}, limit=MANIFEST_LIMIT)
+    data = as_json({**content, "digest": _content_digest(content)}, limit=MANIFEST_LIMIT, name=MANIFEST)
+    (storage or LocalStorage(folder.parent)).put(f"{folder.name}/{MANIFEST}", data)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
     """The manifest of one checkpoint folder, validated. Raises CheckpointError naming what is wrong with it."""
-    path = folder / MANIFEST
+    storage = storage or LocalStorage(folder.parent)
+    path = f"{storage.name}/{folder.name}/{MANIFEST}"
     try:
-        content = read_json(path, limit=MANIFEST_LIMIT)
+        content = parse_json(storage.get(f"{folder.name}/{MANIFEST}", MANIFEST_LIMIT), MANIFEST)
         digest = content.pop("digest", None)
         if content.get("format") != FORMAT:
             raise ValueError(f"format {content.get('format')!r}, this version reads {FORMAT}")
         if digest != _content_digest(content):
             raise ValueError("its content does not match its digest")
-        parts = tuple(Part(**part) for part in content.pop("parts"))
-        health = Health(**content.pop("health", {}))
-        manifest = Manifest(parts=parts, health=health, **content)
+        return _as_manifest(content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"unusable manifest {path}: {error}") from error
-    if len(parts) != manifest.world:
-        raise CheckpointError(f"unusable manifest {path}: {len(parts)} parts for a world of {manifest.world}")
-    for rank, part in enumerate(parts):
+        raise CheckpointError(f"unusable manifest {path}: {redact(str(error))}") from error
+
+
+def _as_manifest(content: dict[str, Any]) -> Manifest:
+    """ValueError or TypeError where a field is not what the rest of the program will take it for."""
+    parts = tuple(Part(**part) for part in content.pop("parts"))
+    ranks = tuple(content.pop("ranks"))
+    manifest = Manifest(parts=parts, ranks=ranks, health=Health(**content.pop("health")), **content)
+    for name in ("generation", "serial", "step", "attempt", "position", "world"):
+        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 0:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
+    if any(type(rank) is not int or not 0 <= rank < manifest.world for rank in ranks) or len(set(ranks)) < len(ranks):
+        raise ValueError(f"ranks are {ranks} for a world of {manifest.world}")
+    if len(parts) != len(ranks):
+        raise ValueError(f"{len(parts)} parts for {len(ranks)} ranks")
+    for rank, part in zip(ranks, parts, strict=True):
         if part.file != part_name(rank):  # nothing else is ever opened: a manifest cannot point out of its folder
-            raise CheckpointError(f"unusable manifest {path}: part {rank} is named {part.file!r}")
+            raise ValueError(f"part {rank} is named {part.file!r}")
+        if type(part.size) is not int or part.size < 0 or not isinstance(part.digests, dict):
+            raise ValueError(f"part {rank} has size {part.size!r}")
+    for name in ("fingerprint", "versions", "about"):
+        if not isinstance(getattr(manifest, name), dict):
+            raise ValueError(f"{name} is not an object")
+    if not isinstance(manifest.health.evaluation, dict):
+        raise ValueError("health.evaluation is not an object")
     return manifest
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: Manifest, storage: Storage | None = None) -> None:
     """Every part is a regular file of the right size. Raises CheckpointError naming the first that is not."""
-    for rank, part in enumerate(manifest.parts):
+    storage = storage or LocalStorage(folder.parent)
+    for rank, part in zip(manifest.ranks, manifest.parts, strict=True):
+        where = f"part of rank {rank} in {storage.name}/{folder.name}"
         try:
-            found = (folder / part.file).lstat()
+            size = storage.size(f"{folder.name}/{part.file}")
         except OSError as error:
-            raise CheckpointError(f"part of rank {rank} in {folder} is missing: {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode) or found.st_size != part.size:
-            raise CheckpointError(f"part of rank {rank} in {folder} has {found.st_size} bytes, expected {part.size}")
+            raise CheckpointError(f"{where} is missing: {redact(error.strerror or str(error))}") from error
+        if size != part.size:
+            raise CheckpointError(f"{where} has {size} bytes, expected {part.size}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and manifest."""
+    """A complete checkpoint: its folder and manifest. In a remote store the path is only the folder's name there."""
 
     path: Path
     manifest: Manifest
@@ -186,32 +237,27 @@ class Listing:
     orphans: tuple[Orphan, ...]
 
 
-def list_checkpoints(folder: Path) -> Listing:
-    """What `folder` holds, judged by manifests and sizes alone; digests are checked when a part is loaded.
+def list_checkpoints(place: Path | str | Storage) -> Listing:
+    """What a place holds, judged by manifests and sizes alone; digests are checked when a part is loaded.
 
-    Call on one rank: what the others see may be older (BR-28)."""
+    Call on one rank: what the others see may be older (BR-28). Where each host has a place of its own, "complete" is said
+    of this host's share."""
+    storage = open_storage(place)
     complete, orphans = [], []
-    for path in _subfolders(folder):
+    for name in storage.folders():
+        if step_of(name) is None:
+            continue
+        path = path_of(storage, name)
         try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
+            manifest = read_manifest(path, storage)
+            check_sizes(path, manifest, storage)
             complete.append(Checkpoint(path, manifest))
         except CheckpointError as error:
             orphans.append(Orphan(path, str(error)))
     complete.sort(key=lambda c: c.manifest.serial, reverse=True)
-    orphans.sort(key=lambda o: _changed_at(o.path), reverse=True)
+    orphans.sort(key=lambda o: storage.changed_at(o.path.name), reverse=True)
     return Listing(tuple(complete), tuple(orphans))
 
 
-def _subfolders(folder: Path) -> Sequence[Path]:
-    try:
-        return sorted(p for p in folder.iterdir() if step_of(p.name) is not None and p.is_dir() and not p.is_symlink())
-    except FileNotFoundError:
-        return []
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+def path_of(storage: Storage, folder: str) -> Path:
+    return storage.path(folder) if isinstance(storage, LocalStorage) else Path(folder)

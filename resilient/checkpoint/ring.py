@@ -31,10 +31,10 @@ class MemoryRing:
             self._release(self._snapshots.pop(0))
 
     def fits(self, snapshot_bytes: int) -> int:
-        """How many snapshots of this size the budget holds on this rank, at most `keep`."""
+        """How many snapshots of this size the budget holds on this rank beside the spare one, at most `keep`."""
         if self.config.budget_mb is None:
             return max(self.config.keep, 1)
-        return min(max(self.config.keep, 1), int(self.config.budget_mb * 2**20 // max(snapshot_bytes, 1)))
+        return min(max(self.config.keep, 1), int(self.config.budget_mb * 2**20 // max(snapshot_bytes, 1)) - 1)
 
     def limit(self, keep: int) -> None:
         """Keep so many from now on, at least two: the newest may be too young to go back to. Same on all ranks."""

@@ -27,6 +27,8 @@ class Snapshot:
     position: data windows consumed since the run began (trained and skipped alike).
     lr, schedule: what the next step would use, for the proof after a restore.
     digests: 64-bit digest per part, taken when the snapshot was.
+    pieces: what the engine's tensors are of the whole model (see pieces.py, as plain values), for another world size; empty
+        where the engine cannot say, or nobody will ask.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Snapshot:
     schedule: int | None
     parts: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
+    pieces: list[tuple[Any, ...]] = field(default_factory=list)
 
     @staticmethod
     def digest_parts(parts: dict[str, Any]) -> dict[str, str]:

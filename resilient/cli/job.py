@@ -40,7 +40,8 @@ def run(resolved: dict[str, Any], runtime: Runtime) -> int:
     with ExitStack() as stack:
         device = _device(runtime)
         _open_process_group(stack, device, runtime)
-        exchange = Exchange(device, resolved["run"]["guard"]["exchange_timeout_s"])
+        guard = resolved["run"]["guard"]
+        exchange = Exchange(device, guard["exchange_timeout_s"], mode=guard["exchange_mode"])
         resolved = exchange.share(resolved)  # one resolution for all: rank 0's
         settings = resolved["run"]
         try:

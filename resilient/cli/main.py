@@ -18,6 +18,7 @@ COMMANDS = {
     "request": "ask a live run for a checkpoint, a stop, a rollback or another LR",
     "report": "write one HTML page about a run",
     "compare": "compare the runs of a sweep",
+    "checkpoint": "list, verify, compare, delete and export checkpoints",
     "probe": "measure the links between ranks, and their arithmetic: what is slow or wrong",
     "bench": "the benchmarks behind the figures: detection, overhead",
     "demo": "break a small run in several ways, with and without the guard",

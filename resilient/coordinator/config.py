@@ -11,6 +11,9 @@ class GuardConfig:
     """exchange_timeout_s: longest wait for the other ranks at the gate. Must exceed the slowest phase that only some
     ranks go through (evaluation on one rank, compilation).
 
+    exchange_mode: what the ranks exchange. table: every rank's row, exact. sketch: a summary of at most 64 KiB at any world
+        size, which names outliers all the same. auto: a sketch in worlds where a table is too large.
+
     on_guard_failure: continue (train on unguarded, loudly) | stop (all ranks end with exit 77).
     on_uneven_data: what happens when ranks run out of data at different times (BR-41).
     on_epoch_tail: what happens to an incomplete accumulation window at the end of an epoch (BR-18).
@@ -35,6 +38,7 @@ class GuardConfig:
         module, to name the module it began in (T6). 0: never."""
 
     exchange_timeout_s: float = 120.0
+    exchange_mode: Literal["auto", "table", "sketch"] = "auto"
     on_guard_failure: Literal["continue", "stop"] = "continue"
     on_uneven_data: Literal["stop_all", "drop_epoch_tail", "pad_with_zero_weight"] = "drop_epoch_tail"
     on_epoch_tail: Literal["drop", "flush", "carry"] = "drop"

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from resilient.engines.base import Engine
 from resilient.errors import CounterMismatch, GradientsLeft, MonitorBlind, RankDisagreement, ScheduleMismatch
-from resilient.signals import Flag, StepTable
+from resilient.signals import Exchanged, Flag
 
 
 class Contracts:
     """One per coordinator. `anchor` once at the start, `remember_lr` after everything that may move the LR."""
 
-    def __init__(self, engine: Engine, world_size: int, blind_after: int) -> None:
+    def __init__(self, engine: Engine, blind_after: int) -> None:
         self._engine = engine
         self._blind_after = blind_after
-        self._seen = np.zeros(world_size, dtype=bool)  # ranks whose taps have reported
+        self._seen = False  # a gradient of this rank
         self._reduced_seen = False  # a gradient after reduction
-        self._output_seen = np.zeros(world_size, dtype=bool)  # ranks whose model output was looked at
+        self._output_seen = False  # an output of this rank's model
         self._remarked = False
         self._lr = engine.lr()
         self._step_offset = engine.counters().steps  # steps taken before the guard came
@@ -46,7 +44,8 @@ class Contracts:
         return self._engine.counters().steps - self._step_offset
 
     def flags(self, applied: int) -> int:
-        """What this rank finds wrong with its own bookkeeping when `applied` steps are in force."""
+        """What this rank finds wrong with its own bookkeeping when `applied` steps are in force, and what it has not seen
+        yet."""
         counters, steps = self._engine.counters(), self.engine_steps()
         flags = 0
         if counters.schedule is not None:
@@ -55,14 +54,18 @@ class Contracts:
                 flags |= Flag.SCHEDULE
         if steps != applied:
             flags |= Flag.COUNTERS
+        if not self._seen:
+            flags |= Flag.BLIND
+        if not self._output_seen:
+            flags |= Flag.NO_OUTPUT
         return flags
 
-    def check(self, table: StepTable, applied: int, attempts: int) -> None:
+    def check(self, table: Exchanged, applied: int, attempts: int) -> None:
         """Raise what any rank reported, on all ranks. attempts: this one included."""
-        digests = table.column("digest")
-        if not (digests == digests[0]).all():
+        low, high = table.ends("digest")
+        if low != high:
             raise RankDisagreement(
-                f"ranks decided differently at the attempt before {table.attempt}: digests {digests.tolist()}"
+                f"ranks decided differently at the attempt before {table.attempt}: digests from {low:.0f} to {high:.0f}"
             )
         ranks = table.ranks_flagged(Flag.SCHEDULE)
         if ranks:
@@ -80,13 +83,13 @@ class Contracts:
         self._check_cleared(table)
         self._check_sight(table, attempts)
 
-    def remark(self, table: StepTable, attempts: int) -> str | None:
+    def remark(self, table: Exchanged, attempts: int) -> str | None:
         """Once: what is not measured although it could be, and harms nothing else (BR-47)."""
-        self._output_seen |= ~np.isnan(table.column("logit_max"))
+        self._output_seen = self._output_seen or not math.isnan(table.own("logit_max"))
         if self._remarked or attempts < self._blind_after:
             return None
         self._remarked = True
-        ranks = table.ranks_where(~self._output_seen)
+        ranks = table.ranks_that("no output")
         if not ranks:
             return None
         return (
@@ -94,29 +97,31 @@ class Contracts:
             "non-finite outputs are not measured. Call the model itself, not one of its methods, and have it return logits"
         )
 
-    def _check_cleared(self, table: StepTable) -> None:
-        left = table.column("leftover_sq")
-        ranks = table.ranks_where(~(left == 0))  # NaN is not 0
+    def _check_cleared(self, table: Exchanged) -> None:
+        ranks = table.ranks_that("leftover")
         if ranks:
-            norms = ", ".join(f"{math.sqrt(left[rank]):.4g}" for rank in ranks)
+            norm = math.sqrt(table.total("leftover_sq"))
             raise GradientsLeft(
                 f"on rank {_list(ranks)} gradients from before were still in the buffers when step {table.step} began "
-                f"(norm {norms}): they would add up with its own. Is there a backward that the guard does not know of, or "
+                f"(norm {norm:.4g}): they would add up with its own. Is there a backward that the guard does not know of, or "
                 "a wrapper that keeps the gradients from being cleared?"
             )
 
-    def _check_sight(self, table: StepTable, attempts: int) -> None:
-        norms = table.column("local_grad_norm")
-        self._seen |= (norms != 0) | (table.column("nonfinite_backward") > 0)  # NaN != 0: a NaN was received, too
-        if table.tokens > 0:
-            self._seen |= table.column("tokens") == 0  # a rank without tokens has no gradient
-        if attempts >= self._blind_after and not self._seen.all():
+    def _check_sight(self, table: Exchanged, attempts: int) -> None:
+        blind = table.ranks_that("blind")
+        excused = table.tokens > 0 and table.own("tokens") == 0  # a rank without tokens has no gradient
+        if not table.tokens > 0:  # nobody counts them
+            blind = tuple(sorted({*blind, *table.ranks_that("blind, no tokens")}))
+        # NaN != 0: a NaN was received, too.
+        seen = table.own("local_grad_norm") != 0 or table.own("nonfinite_backward") > 0 or excused
+        self._seen = self._seen or seen
+        if attempts >= self._blind_after and blind:
             raise MonitorBlind(
-                f"monitor blind: no gradient reached the guard on rank {_list(table.ranks_where(~self._seen))} in {attempts} "
+                f"monitor blind: no gradient reached the guard on rank {_list(blind)} in {attempts} "
                 "steps. Is the wrapped model the one that is trained, and is guard.backward called?"
             )
         self._reduced_seen |= table.grad_norm != 0
-        if attempts >= self._blind_after and not self._reduced_seen and (norms != 0).any():
+        if attempts >= self._blind_after and not self._reduced_seen and table.total("local_grad_norm") != 0:
             raise MonitorBlind(
                 f"monitor blind: gradients were computed but none was left at the gate in {attempts} steps. Is zero_grad "
                 "called between guard.backward and guard.step?"

@@ -54,6 +54,7 @@ from resilient.errors import (
 from resilient.signals import (
     Confirmation,
     Decision,
+    Exchanged,
     Finding,
     Flag,
     Kind,
@@ -61,7 +62,6 @@ from resilient.signals import (
     LinkReport,
     Observation,
     StepRecord,
-    StepTable,
 )
 from resilient.signals.record import names_digest
 
@@ -125,7 +125,7 @@ class Coordinator:
         self._lrs = (0.0, 0.0)  # of the last two applied steps
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
-        self._contracts = Contracts(engine, exchange.world_size, config.blind_after)
+        self._contracts = Contracts(engine, config.blind_after)
         self._saver = Saver(
             engine,
             exchange,
@@ -144,7 +144,8 @@ class Coordinator:
         self._window_of_step: dict[int, int] = {}
         self._digest = 0.0
         self._pending_flags = 0
-        self._have_next = np.ones(exchange.world_size, dtype=bool)
+        self._has_next = self._all_have_next = self._any_has_next = True  # this rank, all of them, any: the next window
+        self._sized = 0  # snapshots of this start whose size was held against the budget
         self._started = False
         self._pass_over = False
         self._clock = time.perf_counter()
@@ -370,7 +371,7 @@ class Coordinator:
         again, self._again = self._again, None
         if again is not None:
             self._window, self.window_tokens = again.window, again.begin.tokens
-        elif self._have_next[self.exchange.rank] or not self.guarded:
+        elif self._has_next or not self.guarded:
             self._window = self.feed.take()
         else:
             self._window = self.feed.pad()
@@ -508,7 +509,7 @@ class Coordinator:
             self._desk.fill(record)
         return record
 
-    def _judge(self, table: StepTable) -> Judgement:
+    def _judge(self, table: Exchanged) -> Judgement:
         assert self.judge is not None and self._second_look is not None
         self._second_look.agree_on_plan(table)
         observation, findings = self.judge.see(table)
@@ -545,7 +546,7 @@ class Coordinator:
             lr_change=self._lrs[1] / self._lrs[0] if self._lrs[0] > 0 else 1.0,
         )
 
-    def _hold(self, judgement: Judgement, table: StepTable) -> bool:
+    def _hold(self, judgement: Judgement, table: Exchanged) -> bool:
         """Hold the step, if a rank is to be run again before anything is decided about it: batches() delivers the window
         once more. True if it is held."""
         if self._rerun is None or self._window is None or judgement.verdict is None:
@@ -562,10 +563,9 @@ class Coordinator:
         digest = decision.digest()
         record = StepRecord(decision.step, decision.attempt, kind=Kind.CONFIRM, digest=digest, loss=0.0, loss_max=0.0)
         table = self.exchange.table(record)
-        if table.ranks_flagged(Flag.GUARD_FAILED) or not (table.column("digest") == digest).all():
-            raise GuardError(
-                f"ranks decided differently at step {decision.step}: digests {table.column('digest').tolist()}"
-            )
+        low, high = table.ends("digest")
+        if table.ranks_flagged(Flag.GUARD_FAILED) or (low, high) != (digest, digest):
+            raise GuardError(f"ranks decided differently at step {decision.step}: digests from {low:.0f} to {high:.0f}")
 
     def _upcoming(self) -> Window | None:
         """The next window. None: the epoch has no more, or there is no time left to wait for it."""
@@ -576,14 +576,14 @@ class Coordinator:
             self.feed.give_up()
             return None
 
-    def _act(self, judgement: Judgement, table: StepTable, looked_at: bool = False) -> None:
+    def _act(self, judgement: Judgement, table: Exchanged, looked_at: bool = False) -> None:
         """looked_at: where the NaN of this attempt began is known already."""
         decision, window = judgement.decision, self._window
         assert self.judge is not None and window is not None
         self.outer.attempts += 1
-        self.outer.nonfinite_loss += int(table.column("nonfinite_loss").sum() + table.column("nonfinite_forward").sum())
+        self.outer.nonfinite_loss += int(table.total("nonfinite_loss") + table.total("nonfinite_forward"))
         in_reduction = any(f.place == "reduction" for f in judgement.findings)
-        self.outer.nonfinite_grad += int((table.column("nonfinite_backward") > 0).any() or in_reduction)
+        self.outer.nonfinite_grad += int(table.total("nonfinite_backward") > 0 or in_reduction)
         lr, knobs = self.engine.lr(), decision.knobs
         further_back = self.judge.ladder.repeats  # before this decision is booked
         first = self.judge.ladder.refused_in_a_row == 0
@@ -628,7 +628,7 @@ class Coordinator:
             self._stopped = True
             raise StopRequested(f"step {decision.step}: {decision.reason}{self._saver.kept()}")
         if decision.action == "retry":  # no quiescent point: its window is still to be trained on
-            sent = int(table.column("flags")[self.exchange.rank])
+            sent = int(table.own("flags"))
             self._pending_flags |= sent & (Flag.CHECKPOINT | Flag.PREEMPTED)  # asked for again at the next gate
             return
         self._commit(applied, table)
@@ -636,7 +636,7 @@ class Coordinator:
             saved = self._saver.last == self.applied
             self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
 
-    def _run_it_again(self, judgement: Judgement, table: StepTable, window: Window) -> None:
+    def _run_it_again(self, judgement: Judgement, table: Exchanged, window: Window) -> None:
         """The same window is the next attempt at this step, as if this one had not been."""
         assert self._rerun is not None
         self.engine.abandon()
@@ -658,12 +658,12 @@ class Coordinator:
         self._contracts.remember_lr()
         return applied
 
-    def _commit(self, applied: bool, table: StepTable) -> None:
+    def _commit(self, applied: bool, table: Exchanged) -> None:
         """The quiescent point: optimizer, schedule, counters and data position have moved. Snapshots are taken here only."""
         problem = self.outer.problem(self.applied)
         if problem:
             return self._guard_failed(GuardError(problem))
-        sent = int(table.column("flags")[self.exchange.rank])  # a request that came in meanwhile is still to be told
+        sent = int(table.own("flags"))  # a request that came in meanwhile is still to be told
         self._pending_flags &= ~(sent & (Flag.CHECKPOINT | Flag.PREEMPTED))
         leaving = bool(table.ranks_flagged(Flag.PREEMPTED))
         asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
@@ -717,8 +717,19 @@ class Coordinator:
     def _snapshot_if(self, due: bool) -> Snapshot | None:
         if not due:
             return None
-        snapshot = self._state.capture(self.applied, self.outer.attempts)
+        snapshot = self._state.capture(self.applied, self.outer.attempts, into=self.ring.spare())
         self.ring.add(snapshot)
+        if self.ring.config.budget_mb is not None and self._sized < 2:  # the first has no moments yet
+            self._sized += 1
+            fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot.bytes))]))[:, 0]
+            self.ring.limit(int(fits.min()))
+            if self._sized == 2 and fits.min() < 2:
+                self._tell(
+                    "warning",
+                    {
+                        "message": f"run.snapshot.budget_mb does not hold two snapshots of {snapshot.bytes / 2**20:.0f} MB: two are kept"
+                    },
+                )
         return snapshot
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -759,15 +770,16 @@ class Coordinator:
         layers = self.engine.layers.names if self.config.layers else ()
         record.digest = names_digest(layers)
         table = self.exchange.table(record)
-        alike = bool((table.column("digest") == record.digest).all())
+        alike = table.ends("digest") == (record.digest, record.digest)
         self.exchange.layers = layers if alike else ()  # in every row from the next one on
         if not alike:
             self._tell("warning", {"message": "the ranks' models have different layers: no norms by layer group"})
         self._note_next(table)
         self._leaving |= bool(table.ranks_flagged(Flag.PREEMPTED))
 
-    def _note_next(self, table: StepTable) -> None:
-        self._have_next = table.column("has_next") > 0
+    def _note_next(self, table: Exchanged) -> None:
+        self._has_next = table.own("has_next") > 0
+        self._all_have_next, self._any_has_next = table.all_have_next, table.any_has_next
         self.window_tokens = table.next_tokens
 
     def _data_left(self) -> bool:
@@ -775,12 +787,12 @@ class Coordinator:
         if not self.guarded:
             return self.feed.peek() is not None
         if self.config.on_uneven_data == "pad_with_zero_weight":
-            return bool(self._have_next.any())
-        return bool(self._have_next.all())
+            return self._any_has_next
+        return self._all_have_next
 
     def _open_epoch(self) -> None:
         self.feed.next_epoch()
-        self._have_next = np.ones_like(self._have_next)
+        self._has_next = self._all_have_next = self._any_has_next = True
         if self.guarded:
             try:
                 self._hello()

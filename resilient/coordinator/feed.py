@@ -6,11 +6,14 @@ many tokens carry loss in the next step?" (BR-40) ride in the same all-reduce: n
 Position counts windows since the run began, trained, skipped and excluded alike; it is the same on every rank.
 State is always that *before* the prefetched window. A loader with `state_dict`/`load_state_dict` is restored exactly;
 any other by counting: the epoch is opened again under the RNG state it was first opened with, and the delivered
-batches are read and dropped.
+batches are read and dropped. A loader that tells another state after it was restored than it was given (torchdata 0.11's
+StatefulDistributedSampler counts what it skips twice) is not asked again in that epoch: its position is the state that
+it was given, and how many batches it has delivered since.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from resilient.checkpoint.digest import state_digest
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.coordinator.fingerprints import batch_digest
 from resilient.errors import DataPositionError
@@ -46,7 +50,8 @@ class _Position:
     batches: int = 0  # micro-batches delivered in this epoch
     ended: bool = False  # the loader has said that this epoch is over
     carry: list[Any] = field(default_factory=list)  # micro-batches left over from the previous epoch
-    loader: Any = None
+    loader: Any = None  # its state, and
+    since: int = 0  # micro-batches delivered since that state
     epoch_rng: Any = None
     excluded: list[list[int]] = field(default_factory=list)
 
@@ -117,8 +122,10 @@ class WindowFeed:
         self._at = _Position()
         self._before_pending = _Position()  # state to come back to: before the prefetched window
         self._pending: Window | None = None
+        self._fetching = False  # a fetch has begun and not come to its end
         self._fetched = False  # the pending slot is filled (perhaps with None: the epoch is over)
         self._last: Window | None = None
+        self._given: Any = None  # state that the loader was given and has told otherwise
         self.wait_s = 0.0  # time spent waiting for the loader since last asked
 
     @property
@@ -137,13 +144,16 @@ class WindowFeed:
         if not self._fetched:
             started = time.perf_counter()
             self._before_pending = self._mark()
+            self._fetching = True
             self._pending = self._fetch()
-            self._fetched = True
+            self._fetched, self._fetching = True, False
             self.wait_s += time.perf_counter() - started
         return self._pending
 
     def give_up(self) -> None:
-        """A `peek` was broken off, and no window will be asked for any more: the position is that before it."""
+        """No window will be asked for any more, and a `peek` may have been broken off: the position is that before it."""
+        if not self._fetched and not self._fetching:
+            self._before_pending = self._mark()
         self._pending, self._fetched = None, True
 
     def take(self) -> Window:
@@ -170,7 +180,7 @@ class WindowFeed:
         self._pending, self._fetched = None, False
         self._at.epoch += 1
         self._at.batches, self._at.ended = 0, False
-        self._at.epoch_rng = None
+        self._at.epoch_rng, self._given = None, None
 
     def exclude(self, first: int, last: int) -> None:
         """Never deliver windows [first, last) again. Takes effect on what has not been fetched yet."""
@@ -215,6 +225,7 @@ class WindowFeed:
             self._at.ended = True
             raise
         self._at.batches += 1
+        self._at.since += 1
         return batch
 
     def _open(self) -> None:
@@ -236,9 +247,14 @@ class WindowFeed:
     def _mark(self) -> _Position:
         if self._iterator is None and not self.exact and not self._at.ended:
             self._open()  # so that the RNG under which this epoch is shuffled is part of the mark
-        loader = self.loader.state_dict() if self.exact else None  # type: ignore[attr-defined]
-        at = self._at
-        return _Position(at.window, at.epoch, at.batches, at.ended, list(at.carry), loader, at.epoch_rng, at.excluded)
+        at, loader, since = self._at, None, 0
+        if self._given is not None:
+            loader, since = self._given, at.since
+        elif self.exact:
+            loader = self.loader.state_dict()  # type: ignore[attr-defined]
+        return _Position(
+            at.window, at.epoch, at.batches, at.ended, list(at.carry), loader, since, at.epoch_rng, at.excluded
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State before the prefetched window: restoring it delivers that window next."""
@@ -250,6 +266,7 @@ class WindowFeed:
             "ended": mark.ended,
             "carry": mark.carry,
             "loader": mark.loader,
+            "since": mark.since,
             "epoch_rng": mark.epoch_rng,
             "accumulation": self.accumulation,
         }
@@ -262,7 +279,7 @@ class WindowFeed:
             raise DataPositionError(
                 f"saved with {state['accumulation']} micro-batches per step, now {self.accumulation}: positions differ"
             )
-        self._pending, self._fetched, self._iterator = None, False, None
+        self._pending, self._fetched, self._fetching, self._iterator = None, False, False, None
         excluded = self._at.excluded
         self._at = _Position(
             state["window"],
@@ -271,22 +288,36 @@ class WindowFeed:
             state["ended"],
             list(state["carry"]),
             None,
+            state["since"],
             state["epoch_rng"],
             excluded,
         )
         if self.exact:
-            if hasattr(self.loader, "rewind"):
-                self.loader.rewind(state["loader"])
-            else:
-                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._restore_loader(state["loader"], state["since"])
         elif not state["ended"]:
             restore_rng(state["epoch_rng"])
-            self._open()
-            assert self._iterator is not None
-            for read in range(state["batches"]):
-                try:
-                    next(self._iterator)
-                except StopIteration:
-                    raise DataPositionError(
-                        f"the loader ended after {read} of the {state['batches']} batches it had delivered before"
-                    ) from None
+            self._read(state["batches"])
+
+    def _restore_loader(self, given: Any, since: int) -> None:
+        loader: Any = self.loader
+        own = copy.deepcopy(given)  # torchdata goes on counting in what it is given
+        if hasattr(loader, "rewind"):
+            loader.rewind(own)
+        else:
+            loader.load_state_dict(own)
+        self._given = None
+        if since or state_digest(loader.state_dict()) != state_digest(given):
+            self._given = copy.deepcopy(given)
+            self._read(since)
+
+    def _read(self, batches: int) -> None:
+        """Open the loader and drop so many batches, which were delivered before."""
+        self._open()
+        assert self._iterator is not None
+        for read in range(batches):
+            try:
+                next(self._iterator)
+            except StopIteration:
+                raise DataPositionError(
+                    f"the loader ended after {read} of the {batches} batches it had delivered before"
+                ) from None

@@ -3,6 +3,7 @@
 Each is 48 bits in a float64, NaN where there is nothing to compare. They ride in the step's row, where all ranks see them:
 
     digest_batch       two ranks with the same were fed the same tensors
+    digest_sample_*    those of four samples: the same sample on two ranks, in this window or in different ones
     digest_sampler     ranks with another one shuffle or divide the data in another way: seed, epoch, number of shares
     digest_rng_own     two ranks with the same drop the same units
     digest_rng_shared  ranks with another one differ in a stream that the job has declared to be common
@@ -14,6 +15,7 @@ What one rank can tell alone (a sampler for another number of ranks, or one that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,6 +138,67 @@ def _row_hash(words: np.ndarray) -> bytes:
     folded = words >> np.uint64(31)
     folded ^= words
     return folded.dot(_WEIGHTS[: words.shape[-1]]).tobytes()
+
+
+# -- which samples ------------------------------------------------------------------------------------------------------
+
+SAMPLES = 4  # columns digest_sample_0 .. 3
+_PREFIX = 1024  # elements of a sample that count
+
+
+def sample_digests(batches: Sequence[Any], epoch: int = 0) -> list[Any]:
+    """The SAMPLES smallest digests of single samples in micro-batches, ascending; NaN where there are fewer.
+
+    The same sample has the same digest on every rank and in every window, and the smallest ones are told: so what one
+    rank tells of its window is not drawn independently of what others tell of theirs, and common samples meet (min-wise
+    sampling: Broder 1997). A sample is one row of the first tensor that has rows: `input_ids` where there is one, else
+    integers before floats. Its first 1,024 numbers count, of floats 1,024 evenly spaced ones, with what trails in a row
+    taken away, so that padding on the right to another length changes nothing. A row of one and the same number is no
+    sample. epoch: of the loader; a later pass over the data is another thing than the same sample twice.
+    On an accelerator the values are 0-dim float64 tensors there, and the host does not wait for them."""
+    try:
+        found = [_row_digests(rows, epoch) for rows in (_rows_of(batch) for batch in batches) if rows is not None]
+        if not found:
+            return [math.nan] * SAMPLES
+        each = torch.cat([f.to(found[0].device) for f in found])
+        each = torch.cat([each, each.new_full((SAMPLES,), math.inf)]).sort().values[:SAMPLES]
+        each = torch.where(torch.isinf(each), math.nan, each)
+        return each.tolist() if each.device.type == "cpu" else list(each.unbind())
+    except Exception:  # as in batch_digest
+        return [math.nan] * SAMPLES
+
+
+def _rows_of(batch: Any) -> torch.Tensor | None:
+    """(samples, ...) or None."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+        return batch["input_ids"] if batch["input_ids"].dim() > 1 else None
+    tensors: list[Any] = []
+    _collect(batch, tensors, [])
+    rows = [torch.as_tensor(t) for t in tensors if t.ndim > 1]
+    return next((t for t in rows if not t.is_floating_point()), rows[0] if rows else None)
+
+
+def _row_digests(rows: torch.Tensor, epoch: int) -> torch.Tensor:
+    """(samples,) float64, 48 bits; inf for a row of one number."""
+    rows = rows.detach().reshape(len(rows), -1)
+    if rows.is_floating_point():
+        rows = rows[:, :: -(-rows.shape[1] // _PREFIX)].contiguous().to(torch.float32).view(torch.int32)
+    words = rows[:, :_PREFIX].to(torch.int64)
+    words = words - words[:, -1:]
+    mixed = (words * _sample_weights(words.device)[: words.shape[1]]).sum(dim=1)
+    mixed = mixed + torch.full_like(mixed, epoch) * _MIX  # wraps modulo 2**64
+    for shift in (
+        30,
+        27,
+    ):  # so that a small digest says nothing about the content; >> keeps the sign, the mask drops it
+        mixed = (mixed ^ (mixed >> shift & ((1 << 64 - shift) - 1))) * _MIX
+    digests = (mixed >> 16 & MASK_48).to(torch.float64)
+    return torch.where((words == 0).all(dim=1), math.inf, digests)
+
+
+@functools.cache
+def _sample_weights(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_WEIGHTS.view(np.int64).copy()).to(device)
 
 
 # -- how it is divided --------------------------------------------------------------------------------------------------
@@ -308,9 +371,13 @@ class Fingerprints:
         self._epoch = feed.epoch
 
     def fill(self, record: StepRecord, window: Window, *, due: bool) -> None:
-        """Into `record` the digest of the window in hand and of the sampler, and with `due` (at the same steps on all
-        ranks) those of the random streams. The sampler is looked at again when that is due, and in every epoch."""
+        """Into `record` the digests of the window in hand, of its samples and of the sampler, and with `due` (at the same
+        steps on all ranks) those of the random streams. The sampler is looked at again when that is due, and in every
+        epoch."""
         record.digest_batch = window.digest
+        if window.tokens > 0 and not window.padding:
+            for i, digest in enumerate(sample_digests(window.batches, self._feed.epoch)):
+                setattr(record, f"digest_sample_{i}", digest)
         if due or self._epoch != self._feed.epoch:
             self._sampler, self._epoch = split_of(self._feed.loader).digest(), self._feed.epoch
         record.digest_sampler = self._sampler

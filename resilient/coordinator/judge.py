@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilient.detectors import Monitor
+from resilient.detectors.sketched import follow
 from resilient.diagnosis import diagnose
 from resilient.policies import Ladder
 from resilient.signals import (
     Alarm,
     Confirmation,
     Decision,
+    Exchanged,
     Finding,
     LinkReport,
     Observation,
     StabilityLevel,
-    StepTable,
+    StepSketch,
     Verdict,
 )
+from resilient.signals.sketch_pack import SketchState
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,23 @@ class Judgement:
 
 
 class Judge:
-    """The monitor (rewound with the weights) and the ladder (which outlives a rollback)."""
+    """The monitor (rewound with the weights) and the ladder (which outlives a rollback).
 
-    def __init__(self, monitor: Monitor, ladder: Ladder) -> None:
+    sketch_state: the exchange's, in sketch mode: what this rank knows of itself. It learns and is rewound with the monitor,
+    and is the only part of the judge that differs from rank to rank."""
+
+    def __init__(self, monitor: Monitor, ladder: Ladder, sketch_state: SketchState | None = None) -> None:
         self.monitor = monitor
         self.ladder = ladder
+        self._sketch_state = sketch_state
+        self._seen: tuple[Observation, StepSketch] | None = None  # that is not settled yet
+        if sketch_state is not None:
+            follow(sketch_state, monitor.detectors)
 
-    def see(self, table: StepTable) -> tuple[Observation, tuple[Finding, ...]]:
-        """What there is to be seen in the table."""
+    def see(self, table: Exchanged) -> tuple[Observation, tuple[Finding, ...]]:
+        """What there is to be seen in what the exchange has brought."""
         observation = table.observation()
+        self._seen = (observation, table) if isinstance(table, StepSketch) else None
         return observation, self.monitor.observe(observation)
 
     def conclude(
@@ -80,6 +91,9 @@ class Judge:
 
         Returns what is worth telling a person. Before a rollback, which then rewinds the monitor."""
         alarms = self.monitor.absorb(judgement.observation, judgement.findings, applied)
+        if self._seen is not None and self._seen[0] is judgement.observation:
+            self._seen[1].learn(applied)
+        self._seen = None
         self.ladder.settle(judgement.decision)
         return alarms
 
@@ -88,8 +102,13 @@ class Judge:
         return self.monitor.level()
 
     def state_dict(self) -> dict[str, Any]:
-        """Monitor state only: it is rewound together with the weights."""
-        return self.monitor.state_dict()
+        """Of what is rewound together with the weights."""
+        own = {} if self._sketch_state is None else {"sketch": self._sketch_state.state_dict()}
+        return {**self.monitor.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A state without a sketch's part (another mode, a smaller world) leaves that part as it is at the start."""
         self.monitor.load_state_dict(state)
+        self._seen = None
+        if self._sketch_state is not None:
+            self._sketch_state.load_state_dict(state.get("sketch"))

@@ -1,8 +1,8 @@
 """The second pass of a failed reduction check: which rank received something else, in which bucket, and where in it.
 
-The sums by row of 1024 elements were kept while the window ran, so nothing is reduced anew: what all ranks sent is added
+The sums by row of 1024 elements, eight a row, were kept while the window ran, so nothing is reduced anew: what all ranks sent is added
 up row by row, and each rank holds it against what it has. Collective: all ranks come here for the same cells, from the same
-table. Rare, so its cost (1/1024 of a cell's gradients, and one small exchange) does not matter.
+table. Rare, so its cost (1/64 of a cell's gradients in bytes, and one small exchange) does not matter.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from resilient.coordinator.exchange import Exchange
+from resilient.detectors.reduction import rounding
 from resilient.engines.base import CellRows, Engine
 from resilient.signals import CheckPlan, Located
 
-_MARGIN = 8.0  # times the rounding of a row's sums in the dtype of the reduction: far below a fault that a whole cell has shown
-_PRODUCTS = 64 * 2.0**-24  # of the products with the signs, which are taken in fp32
+_SIGMAS = 6.0  # of healthy rounding, beyond which a row is off: far below a fault that a whole cell has shown
 _MOST_CELLS = 4  # that are looked into; a fault that hits more of them is told by these
 
 
@@ -36,15 +36,18 @@ def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[Loca
     with a rank that is off in more is left out."""
     sent = exchange.total(bucket.before.clone())
     # Rounding grows with what was summed: the ranks' own sums, not with their mean, which may nearly cancel.
-    size = exchange.total(bucket.before.square()).sqrt()
+    squares = exchange.total(bucket.before.square()).sum(dim=1)
     received = _received(exchange, plan, bucket)
-    tolerance = (_MARGIN * plan.unit + _PRODUCTS) * torch.maximum(size, size.square().mean().sqrt())
-    off = bucket.held & ~((received - sent).abs() <= tolerance)  # a NaN is off
-    difference = torch.where(off, received - sent, torch.zeros_like(sent))
+    whole, mean = float(squares.sum()), float(sent.square().sum())
+    sigma = float(rounding(plan.unit, exchange.world_size, np.array(whole), np.array(mean))) / max(whole, 1e-300) ** 0.5
+    tolerance = _SIGMAS * sigma * torch.maximum(squares, squares.mean()).sqrt()
+    apart = (received - sent).square().sum(dim=1).sqrt()
+    off = bucket.held & ~(apart <= tolerance)  # a NaN is off
+    difference = torch.where(off, apart, torch.zeros_like(apart))
     count = off.sum()
-    worst = int(torch.nan_to_num(difference.abs(), nan=torch.inf).argmax()) if int(count) else 0
-    held = torch.where(bucket.held, sent, torch.zeros_like(sent))
-    relative = float(difference.norm() / held.norm().clamp_min(1e-300)) if int(count) else 0.0
+    worst = int(torch.nan_to_num(difference, nan=torch.inf).argmax()) if int(count) else 0
+    held = sent[bucket.held].norm().clamp_min(1e-300)
+    relative = float(difference.norm() / held) if int(count) else 0.0
     table = exchange.gather(torch.tensor([float(count), relative, float(worst)], dtype=torch.float64))
     most = table[:, 0].max()
     ranks = [
@@ -65,7 +68,7 @@ def _shared(table: np.ndarray, rank: int) -> bool:
 
 
 def _received(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> torch.Tensor:
-    """(rows,) sums of the whole reduced bucket, as this rank's receivers hold it together."""
+    """(rows, parts) sums of the whole reduced bucket, as this rank's receivers hold it together."""
     received = bucket.after
     for group in plan.receivers:
         if len(group) > 1:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from resilient.coordinator.events import Incident, Listener, StepReport
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.diagnosis.symptoms import causes
-from resilient.signals import StepTable
+from resilient.signals import Exchanged
 
 _SIGNALS = (
     "logit_max",
@@ -67,7 +64,7 @@ class Listeners:
 
 def step_report(
     judgement: Judgement,
-    table: StepTable,
+    table: Exchanged,
     judge: Judge,
     *,
     applied: bool,
@@ -79,7 +76,7 @@ def step_report(
     """What became of one judged attempt. lr: used, or that would have been. position: of the data window."""
     named = {k: v for k, v in judgement.observation.values.items() if k in _SIGNALS or "/" in k}
     level = judge.level()
-    named["wait_s"] = float(table.column("wait_s").max())
+    named["wait_s"] = table.largest("wait_s")
     return StepReport(
         step=table.step,
         attempt=table.attempt,
@@ -92,7 +89,7 @@ def step_report(
         tokens=table.tokens,
         time_s=time_s,
         signals=named,
-        ranks={name: spread(table.column(name)) for name in ("loss", "local_grad_norm")},
+        ranks={name: table.spread(name) for name in ("loss", "local_grad_norm")},
         level=level.letter,
         stability=level.number,
         drivers=level.drivers,
@@ -126,16 +123,3 @@ def incident_report(judgement: Judgement, target: int | None, excluded: tuple[in
             if c.cause != "unknown"
         ),
     )
-
-
-def spread(values: np.ndarray) -> dict[str, Any]:
-    """Median, median absolute deviation and the ranks that stand out (at most four): constant size at any world size."""
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return {"median": math.nan, "spread": math.nan, "outliers": {}}
-    median = float(np.median(finite))
-    deviation = float(np.median(np.abs(finite - median)))
-    distance = np.where(np.isfinite(values), np.abs(values - median), np.inf)
-    farthest = [int(r) for r in np.argsort(-distance)[:4] if distance[r] > 4 * max(deviation, 1e-12)]
-    shown = farthest if len(values) > 2 else range(len(values))
-    return {"median": median, "spread": deviation, "outliers": {str(r): float(values[r]) for r in shown}}

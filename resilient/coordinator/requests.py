@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 from resilient.checkpoint.files import read_json, write_json
 from resilient.coordinator.judge import Judgement
 from resilient.errors import ConfigError
-from resilient.signals import Decision, Flag, Severity, StepRecord, StepTable, Verdict
+from resilient.signals import Decision, Exchanged, Flag, Severity, StepRecord, Verdict
 
 RequestAction = Literal["checkpoint", "stop", "rollback", "lr", "note"]
 ACTIONS: tuple[RequestAction, ...] = get_args(RequestAction)
@@ -111,13 +111,13 @@ def read_outcome(run_dir: Path | str, request_id: str) -> tuple[str, str] | None
 
 
 def granted(
-    judgement: Judgement, table: StepTable, lr_factor: float, targets: Callable[[int], int]
+    judgement: Judgement, table: Exchanged, lr_factor: float, targets: Callable[[int], int]
 ) -> tuple[Judgement, float]:
     """The judgement with what rank 0's row asks for, and the LR factor in force from this attempt on. Pure, so that every
     rank decides alike. The judge's own rollback or stop comes before a request.
 
     lr_factor: in force so far. targets(onset_step): how many snapshots lie safely before that step."""
-    asked, decision = float(table.column("asked")[0]), judgement.decision
+    asked, decision = table.total("asked"), judgement.decision
     if table.ranks_flagged(Flag.LR):
         lr_factor = asked
     if table.ranks_flagged(Flag.ROLLBACK) and decision.action in ("apply", "retry", "skip"):

@@ -35,7 +35,7 @@ from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window
 from resilient.coordinator.judge import Judgement
 from resilient.engines.base import Engine, Taps
-from resilient.signals import Confirmation, Kind, StepRecord, StepTable
+from resilient.signals import Confirmation, Exchanged, Kind, StepRecord, StepTable
 
 _MOST_BYTES = 256 << 20
 
@@ -81,7 +81,7 @@ class Refused:
     probed: with hooks, to see where its NaN began."""
 
     judgement: Judgement
-    table: StepTable
+    table: Exchanged
     window: Window
     begin: Begin
     suspect: int | None = None
@@ -118,12 +118,12 @@ class Rerun:
         """Note what the window that begins will meet."""
         self._begin = Begin.mark(self._engine.device, tokens)
 
-    def again(self, judgement: Judgement, table: StepTable, window: Window) -> Refused:
+    def again(self, judgement: Judgement, table: Exchanged, window: Window) -> Refused:
         """The window as it ran, to be the next attempt."""
         assert self._begin is not None
         return Refused(judgement, table, window, self._begin)
 
-    def origin(self, judgement: Judgement, table: StepTable, window: Window, first: bool) -> Refused | None:
+    def origin(self, judgement: Judgement, table: Exchanged, window: Window, first: bool) -> Refused | None:
         """The window, if it is worth a look at where its NaN began. first: of a row of refusals."""
         decision = judgement.decision
         worth = _nonfinite(judgement) and first and decision.action == "skip" and decision.incident
@@ -132,7 +132,7 @@ class Rerun:
         self._origins -= 1
         return Refused(judgement, table, window, self._begin, probed=True)
 
-    def confirm(self, judgement: Judgement, table: StepTable, window: Window, suspect: int | None) -> Refused | None:
+    def confirm(self, judgement: Judgement, table: Exchanged, window: Window, suspect: int | None) -> Refused | None:
         """The window, if the step is to be held while `suspect` is run again."""
         decision = judgement.decision
         if suspect is None or self._confirmations == 0 or self._begin is None or decision.action == "apply":
@@ -142,7 +142,7 @@ class Rerun:
         self._origins -= probed
         return Refused(judgement, table, window, self._begin, suspect, self._peer(suspect, table), probed)
 
-    def _peer(self, suspect: int, table: StepTable) -> int | None:
+    def _peer(self, suspect: int, table: Exchanged) -> int | None:
         """Who runs the suspect's window too: a peer on another host if there is one, else the next one."""
         group = next((g for g in table.peers if suspect in g), ())
         after = sorted((r for r in group if r != suspect), key=lambda r: (r - suspect) % table.world_size)
@@ -204,13 +204,14 @@ class Rerun:
         decision = refused.judgement.decision
         seen = StepRecord(decision.step, decision.attempt, kind=Kind.RERUN, loss=0.0, loss_max=0.0)
         seen.local_grad_norm, seen.asked = self._norm, float(self._sent)
+        seen.loss = refused.table.own("local_grad_norm")  # of the first run
         finding = {"step": decision.step, "attempt": decision.attempt, **self._finding}
         if refused.probed and self._probe is not None:
             self._probe.write(f"{decision.step}-{decision.cause}", decision.attempt, finding)
             reduced = finding.get("place") == "reduction"
             seen.nonfinite_forward = float(finding["reproduced"] and not reduced)
             seen.nonfinite_backward = float(reduced)
-        table = self._exchange.table(seen)
+        table = self._exchange.every_row(seen)
         origin = self._told(refused, table, finding) if refused.probed else None
         return origin, self._confirmation(refused, table) if refused.suspect is not None else None
 
@@ -228,10 +229,9 @@ class Rerun:
     def _confirmation(self, refused: Refused, table: StepTable) -> Confirmation:
         suspect, peer = refused.suspect, refused.peer
         assert suspect is not None
-        first = float(refused.table.column("local_grad_norm")[suspect])
-        norms = table.column("local_grad_norm")
-        second = float(norms[suspect])
-        bad = _threshold(refused, first)
+        before, norms = table.column("loss"), table.column("local_grad_norm")
+        first, second = float(before[suspect]), float(norms[suspect])
+        bad = _threshold(first, np.delete(before, suspect))
         ran = peer is not None and bool(table.column("asked")[peer])
         notes = []
         if not ran:
@@ -252,11 +252,8 @@ class Rerun:
         )
 
 
-def _threshold(refused: Refused, first: float) -> float:
-    """A local norm beyond this is off like the first: half way, in the logarithm, from what its peers had."""
-    own = refused.table.column("local_grad_norm")
-    assert refused.suspect is not None
-    others = np.delete(own, refused.suspect)
+def _threshold(first: float, others: np.ndarray) -> float:
+    """A local norm beyond this is off like the first: half way, in the logarithm, from what the others had."""
     others = others[np.isfinite(others)]
     usual = float(np.median(others)) if len(others) else 0.0
     return math.sqrt(first * usual) if math.isfinite(first) and first > usual else math.inf

@@ -1,14 +1,21 @@
-"""Checkpoints at quiescent points: when one is due, that it is consistent, and what is known about it."""
+"""Checkpoints at quiescent points: when one is due, that it is consistent, and what became of it.
+
+A save is frozen in memory when it is begun, and written in the background. How far each rank is rides in its row of the
+table (`state`, `hear`), so that an ordinary step costs no collective more; where there is no table, ranks vote now and then.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from resilient.checkpoint.age import Age, checkpoint_age, overdue
 from resilient.checkpoint.config import CheckpointConfig
+from resilient.checkpoint.filesystem import Outcome, State
 from resilient.checkpoint.manifest import Checkpoint, Health
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.contracts import Contracts
@@ -17,27 +24,50 @@ from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.outer import Outer
 from resilient.coordinator.state import StateKeeper
 from resilient.engines.base import Engine
-from resilient.errors import CounterMismatch, GuardError
+from resilient.errors import CounterMismatch, ExchangeFailed, GuardError
 
 
 class Store(Protocol):
-    """Where checkpoints go. All methods are collective."""
+    """Where checkpoints go: see FilesystemStore. All methods are called on all ranks at the same point if not said
+    otherwise; only `poll` and `drain` always communicate, `begin` when it has to wait."""
 
-    def save(self, snapshot: Snapshot, outer: dict[str, Any] | None, health: Health | None = None) -> bool:
-        """True on all ranks if the checkpoint is committed and visible; False on all ranks if it is not."""
+    @property
+    def pending(self) -> tuple[int, ...]: ...
+
+    def begin(
+        self,
+        snapshot: Snapshot,
+        outer: dict[str, Any] | None,
+        health: Health | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Sequence[Outcome]: ...
+
+    def report(self) -> State: ...
+
+    def advance(self, *, failed: bool, ready: bool) -> Sequence[Outcome]: ...
+
+    def poll(self) -> Sequence[Outcome]: ...
+
+    def drain(self) -> Sequence[Outcome]: ...
+
+    def give_up_after(self, step: int) -> Sequence[Outcome]: ...
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the evaluation of the checkpoint of `step`, if there is one. Not collective."""
+        """Note the evaluation of the checkpoint of `step`, if there is one. Does not wait."""
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best evaluation. For one rank."""
+
+    def close(self) -> None:
+        """Not collective."""
 
 
 class Saver:
     """One per coordinator. Collective methods raise ExchangeFailed when the ranks cannot vote: nothing was committed then,
     and nothing can be until they can.
 
-    last: step of the newest checkpoint known here. level: the stability letter to write down with it."""
+    last: step of the newest checkpoint known here. level: the stability letter to write down with it. lend: told of every
+    snapshot that is read in the background from now on."""
 
     def __init__(
         self,
@@ -51,28 +81,82 @@ class Saver:
         config: CheckpointConfig,
         tell: Callable[[str, Mapping[str, Any]], None],
         level: Callable[[], str],
+        lend: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self._engine, self._exchange, self._feed = engine, exchange, feed
         self._state, self._contracts = state, contracts
         self._store, self._config = store, config
-        self._tell, self._level = tell, level
-        self._last_evaluation: tuple[int, dict[str, float]] = (-1, {})
+        self._tell, self._level, self._lend = tell, level, lend
+        self._evaluations: dict[
+            int, dict[str, float]
+        ] = {}  # by step: the last one, and those of saves that are pending
+        self._captured: dict[int, float] = {}  # step -> when, of saves that are pending
+        self._newest = (0, time.monotonic())  # of a committed one: step, when it was captured
+        self._began = self._heard = self._alarmed = False
+        self._unheard = 0
         self.last: int | None = None
 
     @property
     def periodic(self) -> bool:
         return self._store is not None and self._config.every > 0
 
-    def save_if_due(self, outer: Outer, step: int, *, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
-        """At a quiescent point at `step`. snapshot: of it, if there is one already."""
-        if self._store is None or step == self.last:
-            return
-        if asked or (applied and self._config.every > 0 and step % self._config.every == 0):
-            self.save(snapshot or self._state.capture(step, outer.attempts), outer)
+    # -- what is being written ------------------------------------------------------------------------------------
 
-    def save(self, snapshot: Snapshot, outer: Outer) -> None:
-        """Raises CounterMismatch rather than save what does not belong together, GuardError if the configuration wants
-        the job to end when a checkpoint fails."""
+    def state(self) -> State:
+        """For this rank's row: where it stands with what it writes in the background."""
+        return self._store.report() if self._store is not None else "idle"
+
+    def hear(self, *, failed: bool, busy: bool) -> None:
+        """At a quiescent point, from the table of the attempt: whether the `state` of some rank was "failed", or "busy"."""
+        if self._store is not None:
+            self._heard = True
+            self._settle(self._store.advance(failed=failed, ready=not failed and not busy))
+
+    def _poll(self) -> None:
+        """Once per quiescent point. Without a table it takes a vote to know how far all ranks are: after 1, 2, 4, 8 ... steps."""
+        assert self._store is not None
+        heard, self._heard = self._heard, False
+        if heard or not self._store.pending:
+            self._unheard = 0
+            return
+        self._unheard += 1
+        if self._unheard & (self._unheard - 1) == 0:
+            self._settle(self._store.poll())
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Raises GuardError if the configuration wants the job to end when a checkpoint fails."""
+        assert self._store is not None
+        for outcome in outcomes:
+            captured = self._captured.pop(outcome.step, time.monotonic())
+            if outcome.committed:
+                self.last = outcome.step
+                self._newest = (outcome.step, captured)
+                if outcome.step in self._evaluations:
+                    self._store.evaluated(outcome.step, self._evaluations[outcome.step])
+                self._tell("checkpoint", {"step": outcome.step, "seconds": round(outcome.seconds, 3)})
+                continue
+            problem = f"the checkpoint of step {outcome.step} could not be saved"
+            if self._config.on_failure == "abort" and not outcome.dropped:
+                raise GuardError(f"{problem}: {outcome.problem} (checkpoint.on_failure: abort)")
+            self._tell("warning", {"message": f"{problem}: {outcome.problem}; training goes on"})
+
+    # -- when one is due ------------------------------------------------------------------------------------------
+
+    def save_if_due(self, outer: Outer, step: int, *, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
+        """At a quiescent point at `step`. snapshot: of it, if there is one already. asked: now, and waited for."""
+        if self._store is None:
+            return
+        self._poll()
+        if asked:
+            self._settle(self._store.drain())
+        newest = self._store.pending[-1] if self._store.pending else self.last
+        if step != newest and (asked or (applied and self._config.every > 0 and step % self._config.every == 0)):
+            self.save(snapshot or self._state.capture(step, outer.attempts), outer, wait=asked)
+        self._watch_age(step)
+
+    def save(self, snapshot: Snapshot, outer: Outer, *, wait: bool = False) -> None:
+        """Begin to save, or, with `wait`, save. Raises CounterMismatch rather than save what does not belong together,
+        GuardError as `_settle`."""
         assert self._store is not None
         steps = self._contracts.engine_steps()
         if steps != snapshot.step or self._feed.position != snapshot.position:
@@ -80,31 +164,83 @@ class Saver:
                 f"not saved: step {snapshot.step}, engine {steps}, "
                 f"data window {self._feed.position} against {snapshot.position}"
             )
+        if self.last is not None and self.last > snapshot.step:
+            self.last = None  # its steps were taken back
+        self._settle(self._store.give_up_after(snapshot.step))
         finite = bool(torch.isfinite(self._engine.weight_sq_share()))
         health = Health(finite=self._exchange.vote(finite, snapshot.step), level=self._level())
-        if self._store.save(snapshot, outer.as_dict(), health):
-            self.last = snapshot.step
-            if self._last_evaluation[0] == snapshot.step:
-                self._store.evaluated(*self._last_evaluation)
-            self._tell("checkpoint", {"step": snapshot.step})
-        elif self._config.on_failure == "abort":
-            raise GuardError(
-                f"the checkpoint of step {snapshot.step} could not be saved (checkpoint.on_failure: abort)"
+        facts = {"loss_scale": self._engine.loss_scale(), "samples": _samples(snapshot)}
+        self._lend(snapshot)
+        self._captured[snapshot.step] = time.monotonic()
+        self._settle(self._store.begin(snapshot, outer.as_dict(), health, facts))
+        self._unheard = 0
+        if wait or self._config.blocking or not self._began:  # the first one shows at once whether saving works
+            self._settle(self._store.drain())
+        self._began = True
+
+    def finish(self) -> None:
+        """Wait for what is being written, on all ranks."""
+        if self._store is not None and self._store.pending:
+            self._settle(self._store.drain())
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def age(self, step: int) -> Age:
+        """Of the newest checkpoint, at `step`."""
+        return checkpoint_age(step, time.monotonic(), self._newest)
+
+    def signals(self, step: int) -> dict[str, float]:
+        """For the report of a step; empty where nothing is saved by the step."""
+        if not self.periodic:
+            return {}
+        age = self.age(step)
+        return {"checkpoint_age": float(age.steps), "checkpoint_age_s": age.seconds}
+
+    def _watch_age(self, step: int) -> None:
+        """Tell it once when there has been no checkpoint for too long."""
+        age = self.age(step)
+        alarm = overdue(age, self._config.every, self._config.alarm_after)
+        if alarm and not self._alarmed:
+            message = (
+                f"no checkpoint for {age.steps} steps ({age.seconds:.0f} s), one is due every {self._config.every}"
             )
-        else:
-            self._tell(
-                "warning", {"message": f"the checkpoint of step {snapshot.step} could not be saved; training goes on"}
-            )
+            self._tell("warning", {"message": f"{message}: a restart would lose all of them"})
+        self._alarmed = alarm
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from the checkpoint of `step`."""
+        self.last = step
+        self._newest = (step, time.monotonic())
+        self._began = True
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """What an evaluation of the weights of `step` found (BR-35: retention knows which checkpoint is the best)."""
-        self._last_evaluation = (step, dict(values))
         if self._store is not None:
-            self._store.evaluated(*self._last_evaluation)
+            self._evaluations = {s: v for s, v in self._evaluations.items() if s in self._store.pending}
+            self._evaluations[step] = dict(values)
+            self._store.evaluated(step, values)
 
     def kept(self) -> str:
-        """The best checkpoint, in words; only rank 0 looks."""
-        best = self._store.best() if self._store is not None and self._exchange.rank == 0 else None
+        """The best checkpoint, in words; only rank 0 looks. Collective: what is being written is waited for first."""
+        if self._store is None:
+            return ""
+        try:
+            self._settle(self._store.drain())
+        except (ExchangeFailed, GuardError):
+            return ""  # the job ends for a reason of its own
+        best = self._store.best() if self._exchange.rank == 0 else None
         if best is None or not math.isfinite(best.manifest.health.eval_loss or math.nan):
             return ""
         return f"; best evaluation at step {best.manifest.step} ({best.manifest.health.eval_loss:.4g}), checkpoint kept"
+
+    def close(self) -> None:
+        """Nothing more is committed. Not collective."""
+        if self._store is not None:
+            self._store.close()
+
+
+def _samples(snapshot: Snapshot) -> int | None:
+    """Global position of the data in samples, where the loader counts them."""
+    loader = snapshot.parts["data"].get("loader")
+    position = loader.get("position") if isinstance(loader, dict) else None
+    return position if isinstance(position, int) else None

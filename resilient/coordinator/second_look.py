@@ -21,10 +21,10 @@ from resilient.coordinator.links import probe
 from resilient.coordinator.localise import localise
 from resilient.detectors import Monitor
 from resilient.detectors.reduction import ReductionCheck, located
-from resilient.detectors.replicas import Replicas
+from resilient.detectors.sketched import ReplicasByMode
 from resilient.engines.base import Engine
 from resilient.errors import ProbeFailed
-from resilient.signals import CheckPlan, Finding, LinkReport, Observation, StepRecord, StepTable
+from resilient.signals import CheckPlan, Exchanged, Finding, LinkReport, Observation, StepRecord
 from resilient.signals.digest import MASK_48
 
 
@@ -44,12 +44,14 @@ class SecondLook:
     ) -> None:
         self._engine, self._exchange = engine, exchange
         self._reduction = next((d for d in monitor.detectors if isinstance(d, ReductionCheck)), None)
-        self._replicas = next((d for d in monitor.detectors if isinstance(d, Replicas)), None)
+        self._replicas = next((d for d in monitor.detectors if isinstance(d, ReplicasByMode)), None)
         self._every = digests_every if exchange.world_size > 1 else 0
         self._probes, self._probe_s = probes if exchange.world_size > 1 else 0, probe_s
         self._hosts = tuple(hosts)
         self._plan: CheckPlan | None = None  # as this rank's engine had it at the last gate
         self._plan_digest = 0.0
+        self._table: Exchanged | None = None  # the one that is looked into, and the plan of its cells
+        self._checked: CheckPlan | None = None
         # A probe that fails may take its process group with it: it has one of its own.
         self._group = exchange.another_group(2 * probe_s + 5) if self._probes else None
         self._groups = engine.replicas() if self._every else {}
@@ -72,22 +74,27 @@ class SecondLook:
                 together = joint_digest([torch.stack(each)] if each else [], self._engine.device)
                 setattr(record, f"digest_{kind}", (together & MASK_48).double())
 
-    def agree_on_plan(self, table: StepTable) -> None:
+    def agree_on_plan(self, table: Exchanged) -> None:
         """The cells of the reduction check ride in every row from the next one on, once all ranks have the same plan."""
-        plans = table.column("check_plan")
-        alike = bool((plans == plans[0]).all())
-        self._exchange.plan = self._plan if alike and plans[0] != 0 else None
+        low, high = table.ends("check_plan")
+        self._table, self._checked = table, self._exchange.plan
+        self._exchange.plan = self._plan if low == high != 0 else None
 
     def look(self, observation: Observation, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-        """The findings, with the place where it can be had. Raises ExchangeFailed."""
+        """The findings, with the place where it can be had, and with the ranks where a sketch could not name them. Raises
+        ExchangeFailed."""
         looked = []
         for finding in findings:
-            if finding.statistic == "check" and self._reduction is not None and observation.checks is not None:
+            if finding.statistic == "check" and self._reduction is not None and self._checked is not None:
                 cells = self._reduction.failed_cells(observation)
-                found = localise(self._exchange, self._engine, observation.checks.plan, cells)
+                found = localise(self._exchange, self._engine, self._checked, cells)
                 finding = located(finding, found) if found else finding
-            elif finding.statistic == "replica" and finding.signal.removeprefix("digest_") in self._groups:
-                finding = self._where(finding, finding.signal.removeprefix("digest_"))
+            elif finding.detector == "replicas":
+                kind = finding.signal.removeprefix("digest_")
+                if observation.sketch is not None:
+                    finding = self._who(observation, finding)
+                if finding.statistic == "replica" and kind in self._groups:
+                    finding = self._where(finding, kind)
             looked.append(finding)
         return tuple(looked)
 
@@ -113,6 +120,12 @@ class SecondLook:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+    def _who(self, observation: Observation, finding: Finding) -> Finding:
+        """The finding with the ranks that a sketch could not name."""
+        assert self._replicas is not None and self._table is not None
+        own = torch.tensor([self._table.own(finding.signal)], dtype=torch.float64)
+        return self._replicas.named(observation, finding, self._exchange.gather(own)[:, 0])
 
     def _where(self, finding: Finding, kind: str) -> Finding:
         """The layer groups in which the replicas differ."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from resilient.checkpoint.rng import capture_rng, restore_rng
-from resilient.checkpoint.snapshot import PARTS, Snapshot
+from resilient.checkpoint.snapshot import PARTS, Snapshot, freeze
 from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.judge import Judge
 from resilient.engines.base import Engine
@@ -23,9 +23,11 @@ class StateKeeper:
         self._feed = feed
         self._judge = judge
 
-    def capture(self, step: int, attempt: int) -> Snapshot:
-        """Frozen state at a quiescent point: optimizer, schedule, counters and data position have all moved."""
-        parts = self._parts()
+    def capture(self, step: int, attempt: int, into: Snapshot | None = None) -> Snapshot:
+        """Frozen state at a quiescent point: optimizer, schedule, counters and data position have all moved.
+
+        into: a snapshot nobody needs any more, whose memory is used again."""
+        parts = freeze(self._live(), into.parts if into is not None else None)
         return Snapshot(
             step=step,
             attempt=attempt,
@@ -62,7 +64,7 @@ class StateKeeper:
         return self._differences(snapshot)
 
     def _differences(self, snapshot: Snapshot) -> list[str]:
-        found = Snapshot.digest_parts(self._parts())
+        found = Snapshot.digest_parts(self._live())
         differences = [
             f"{name}: digest {found[name]}, expected {digest}"
             for name, digest in snapshot.digests.items()
@@ -77,10 +79,10 @@ class StateKeeper:
                 differences.append(f"{name}: found {now}, expected {then}")
         return differences
 
-    def _parts(self) -> dict[str, Any]:
+    def _live(self) -> dict[str, Any]:
         with torch.no_grad():
             return {
-                "engine": self._engine.capture(),
+                "engine": self._engine.live(),
                 "rng": capture_rng(self._engine.device),
                 "data": self._feed.state_dict(),
                 "judge": _to_tensors(self._judge.state_dict()) if self._judge is not None else {},

@@ -7,6 +7,7 @@ nonfinite   NaN and Inf, and where they began
 drops       the fp16 loss scale falling
 collapse    silent collapse: evaluation and output statistics
 layers      several layers losing control together, and the first of them
+sketched    what speaks where there is a sketch of all ranks instead of their rows
 monitor     all of them over one stream: findings, alarms, the stability level (stability.py)
 """
 
@@ -32,7 +33,8 @@ from resilient.detectors.nonfinite import NonFinite
 from resilient.detectors.reduction import ReductionCheck
 from resilient.detectors.replicas import Replicas
 from resilient.detectors.series import Series
-from resilient.detectors.stragglers import Stragglers
+from resilient.detectors.sketched import ByMode, NonFiniteByMode, ReductionCheckByMode, ReplicasByMode
+from resilient.detectors.stragglers import SketchStragglers, Stragglers
 
 __all__ = [
     "Collapse",
@@ -64,12 +66,12 @@ def build_detectors(config: DetectorConfig) -> list[Detector]:
     if config.name == "nonfinite_only":
         return [NonFinite()]
     return [
-        NonFinite(),
+        NonFiniteByMode(),
         Series(config.series, config.targets),
         *(CrossRankOutlier(c, config.targets) for c in config.cross_rank),
-        ReductionCheck(config.reduction.sigmas, config.reduction.window, config.reduction.lossy),
-        Replicas(repeats=config.replicas.repeats, window=config.replicas.window),
-        Stragglers(config.stragglers),
+        ReductionCheckByMode(config.reduction.sigmas, config.reduction.window, config.reduction.lossy),
+        ReplicasByMode(repeats=config.replicas.repeats, window=config.replicas.window),
+        ByMode(Stragglers(config.stragglers), SketchStragglers(config.stragglers)),
         LossScaleDrops(config.drops),
         Collapse(config.collapse),
     ]

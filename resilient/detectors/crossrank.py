@@ -54,7 +54,7 @@ class Exceedances:
     _SHAPE, _WEIGHT = 0.12, 8.0
 
     def __init__(self) -> None:
-        self._seen = np.zeros(3)  # steps, events, sum of log(score / START); old ones fade
+        self._seen = [0.0, 0.0, 0.0]  # steps, events, sum of log(score / START); old ones fade
         self._step = 0
         self._flagged: dict[int, int] = {}  # rank -> step at which a flagged score of it has counted
         self._waiting: dict[int, tuple[int, int]] = {}  # rank -> first and last step of what may become one
@@ -63,13 +63,14 @@ class Exceedances:
         steps, events, excess = self._seen
         frequency = (events + self._EVENTS) / (steps + self._STEPS)
         shape = (excess + self._WEIGHT * self._SHAPE) / (events + self._WEIGHT)
-        return float(self.START * max(frequency / rate, 1.0) ** shape)
+        return self.START * max(frequency / rate, 1.0) ** shape
 
     def learn(self, ranks: np.ndarray, scores: np.ndarray, flagged: Sequence[int], cap: float) -> None:
         """One step's scores beyond START and whose they are. flagged: ranks of this step's findings."""
         self._step += 1
-        self._seen *= 1.0 - 1.0 / self._MEMORY
-        self._seen[0] += 1.0
+        keep = 1.0 - 1.0 / self._MEMORY
+        steps, events, excess = self._seen
+        self._seen = [keep * steps + 1.0, keep * events, keep * excess]
         if self._waiting:
             self._settle(cap)
         if not len(ranks):
@@ -80,8 +81,8 @@ class Exceedances:
             if rank in flagged:
                 first, _ = self._waiting.get(rank, (self._step, 0))
                 self._waiting[rank] = (first, self._step)
-        self._seen[1] += counts.sum()
-        self._seen[2] += np.log(np.minimum(scores[counts], cap) / self.START).sum()
+        self._seen[1] += float(counts.sum())
+        self._seen[2] += float(np.log(np.minimum(scores[counts], cap) / self.START).sum())
 
     def _settle(self, cap: float) -> None:
         """Ranks that were flagged once and are quiet since: that is what noise may do, once in a memory for each rank. A
@@ -98,14 +99,14 @@ class Exceedances:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "seen": self._seen.copy(),
+            "seen": np.array(self._seen),
             "waiting": {str(rank): list(steps) for rank, steps in self._waiting.items()},
             "step": self._step,
             "flagged": {str(rank): step for rank, step in self._flagged.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = np.array(state["seen"], dtype=np.float64)
+        self._seen = np.asarray(state["seen"], dtype=np.float64).tolist()
         self._step = int(state["step"])
         self._flagged = {int(rank): int(step) for rank, step in state["flagged"].items()}
         self._waiting = {int(rank): (int(first), int(last)) for rank, (first, last) in state["waiting"].items()}
@@ -198,7 +199,7 @@ class OutlierJudge:
         """One step's scores of the candidates enter the tails."""
         warn, _, least_low = self.thresholds()
         for tail, scores, cap in ((self.high, high, warn), (self.low, low, least_low)):
-            far = scores > Exceedances.START
+            far = scores > Exceedances.START if len(scores) else slice(0)
             tail.learn(ranks[far], scores[far], flagged, cap)
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,12 +225,13 @@ class _Look:
 
 
 class CrossRankOutlier:
-    """One instance per per-rank column of the table. O(world) work and memory, whatever the history."""
+    """One instance per per-rank column. O(world) work and memory, whatever the history; constant work on a sketch."""
 
     def __init__(self, config: CrossRankConfig, targets: Targets | None = None) -> None:
         self.config = config
         self.name = f"crossrank/{config.signal}"
         self._judge = OutlierJudge(self.name, config, targets or Targets())
+        self.sketched = SketchOutlier(config, self._judge)
         self._history: RankHistory | None = None
         self._groups: PeerGroups | None = None
         self._looked: tuple[Observation, _Look | None] | None = (
@@ -237,6 +239,8 @@ class CrossRankOutlier:
         )
 
     def observe(self, observation: Observation) -> list[Finding]:
+        if observation.sketch is not None:
+            return self.sketched.observe(observation.sketch)
         look = self._look(observation)
         if look is None or not len(look.ranks):
             return []
@@ -246,6 +250,9 @@ class CrossRankOutlier:
         return self._judge.findings(observation.step, ranks, look.gap[ranks], look.high, look.low, stays, values[ranks])
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
+        if observation.sketch is not None:
+            self.sketched.absorb(observation.sketch, findings, applied)
+            return
         flagged = self._judge.note(observation.step, findings)
         look = self._look(observation)
         self._looked = None
@@ -279,8 +286,8 @@ class CrossRankOutlier:
         groups, history = self._groups, self._history
         if history is None or len(history) != world:
             history = self._new_history(world)
-        adjusted = x - history.offset
-        gap = adjusted - groups.middle_of_others(adjusted, valid)
+        gap = x - history.offset
+        gap -= groups.middle_of_others(gap, valid)
         if valid is not None or not groups.covers:
             known = np.isfinite(gap)
             valid = known if valid is None else valid & known
@@ -332,11 +339,13 @@ class CrossRankOutlier:
         return {
             "judge": self._judge.state_dict(),
             "history": {} if self._history is None else self._history.state_dict(),
+            "usual": self.sketched.usual.copy(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         c = self.config
         self._judge.load_state_dict(state["judge"])
+        self.sketched.usual = np.array(state["usual"], dtype=np.float64)
         past = state["history"]
         self._history = (
             RankHistory.from_state(past, c.floor, c.history, c.min_history, c.accept_after) if past else None
@@ -344,53 +353,62 @@ class CrossRankOutlier:
         self._looked = None
 
 
+# (ranks, gap, high, low, stays) of the extremes that a sketch has kept
+_SketchLook = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 class SketchOutlier:
     """The same judgement on a sketch: constant work at any world size. The ranks' histories are kept by the ranks
-    themselves (signals/sketch.py); this keeps what all of them share."""
+    themselves (signals/sketch_pack.py); what all of them share is kept here and in `judge`. Silent about a signal that is not
+    in a sketch.
+
+    usual: (spread over ranks in healthy times, steps it is from)."""
 
     _USUAL_RATE = 1 / 64
 
-    def __init__(self, config: CrossRankConfig, targets: Targets | None = None) -> None:
+    def __init__(self, config: CrossRankConfig, judge: OutlierJudge | None = None) -> None:
         self.config = config
-        self.name = f"crossrank/{config.signal}"
-        self._judge = OutlierJudge(self.name, config, targets or Targets())
-        self._usual = np.zeros(2)  # spread over ranks in healthy times, steps it is from
+        self._judge = judge or OutlierJudge(f"crossrank/{config.signal}", config, Targets())
+        self.usual = np.zeros(2)
+        self._looked: tuple[SketchSummary, _SketchLook] | None = (
+            None  # at the attempt being judged, not part of the state
+        )
 
     def observe(self, summary: SketchSummary) -> list[Finding]:
-        ranks, gap, high, low, stays = self._scores(summary)
+        if self.config.signal not in summary.extremes:
+            return []
+        ranks, gap, high, low, stays = self._look(summary)
         return self._judge.findings(summary.step, ranks, gap, high, low, stays, None)
 
     def absorb(self, summary: SketchSummary, findings: Sequence[Finding], applied: bool) -> None:
         flagged = self._judge.note(summary.step, findings)
-        if not applied:
+        if not applied or self.config.signal not in summary.extremes:
             return
-        ranks, _, high, low, _ = self._scores(summary)
+        ranks, _, high, low, _ = self._look(summary)
+        self._looked = None
         self._judge.learn(ranks, high, low, flagged)
         spread = summary.spread(self.config.signal)
         if math.isfinite(spread):
-            self._usual[1] += 1.0
-            rate = max(1.0 / self._usual[1], self._USUAL_RATE)
-            most = np.inf if self._usual[1] == 1 else 2.0 * max(self._usual[0], self.config.floor)
-            self._usual[0] += rate * (min(spread, most) - self._usual[0])
+            self.usual[1] += 1.0
+            rate = max(1.0 / self.usual[1], self._USUAL_RATE)
+            most = np.inf if self.usual[1] == 1 else 2.0 * max(self.usual[0], self.config.floor)
+            self.usual[0] += rate * (min(spread, most) - self.usual[0])
 
-    def _scores(self, summary: SketchSummary) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(ranks, gap, high, low, stays) of the extremes the sketch has kept."""
+    def _look(self, summary: SketchSummary) -> _SketchLook:
+        if self._looked is None or self._looked[0] is not summary:
+            self._looked = (summary, self._look_at(summary))
+        return self._looked[1]
+
+    def _look_at(self, summary: SketchSummary) -> _SketchLook:
         extremes = summary.extremes[self.config.signal]
         gap = extremes.value - summary.middle_of_others(self.config.signal, extremes.value)
         known = np.isfinite(gap) & extremes.mature
         gap = gap[known]
         widening = 1.0
         count = summary.compared(self.config.signal)
-        if count >= _LEAST_GROUP and self._usual[1] > 0:
-            usual = max(self._usual[0], self.config.floor) * (1.0 + _UNCERTAIN / math.sqrt(count))
+        if count >= _LEAST_GROUP and self.usual[1] > 0:
+            usual = max(self.usual[0], self.config.floor) * (1.0 + _UNCERTAIN / math.sqrt(count))
             widening = max(summary.spread(self.config.signal) / usual, 1.0)
         sigma = extremes.sigma[known] * widening
         z, own = gap / sigma, 2.0 * extremes.own[known] / sigma
         return extremes.ranks[known], gap, np.minimum(z, own), np.minimum(-z, -own), extremes.stays[known]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"judge": self._judge.state_dict(), "usual": self._usual.copy()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._judge.load_state_dict(state["judge"])
-        self._usual = np.array(state["usual"], dtype=np.float64)

@@ -1,26 +1,32 @@
 """Was what the ranks received what they had sent? The sums of the reduction check, judged at every step (C2, S19, BR-03).
 
-For each cell (a bucket of gradients, see CheckPlan): B = sum over all ranks of `before` against A = sum over a receiver
-group of `after`. What healthy rounding may do to A - B, one standard deviation:
+For each cell (a bucket of gradients, see CheckPlan) and each of the LANES sign vectors: B = r.(what all ranks have sent)
+against A = r.(what a receiver group holds), on the first lane for each group, on the others for the mean of the groups. What
+healthy rounding may do to A - B, one standard deviation (`rounding`):
 
     sigma^2 = (0.43 u)^2 (sum_k |s_k|^2 + M^2 + S^2) + (5 * 2^-24)^2 (M^2 + S^2)
 
 u       unit roundoff of the dtype of the reduction; the error of one rounding is 0.43 u of the value, RMS over mantissas
         that are uniform in the logarithm: sqrt(1/3 * 3 / (8 ln 2)) = 0.425
-S, M    S^2 = sum of the ranks' `sq`; M is the L2 of the sum: at most sqrt(world) S, at most the global gradient norm, and
-        at most three times what its share of S^2 would make of the global one
-s_k     partial sums of a reduction that adds one rank after the other (the worst order), rounding each. M and S tell a
-        part that is common to the ranks and grows with k from the rest, which is at most S. The common part counts
-        (1 + 4 u world) times: what is added falls below the last digit of the sum, and the errors no longer average out
+S, M    S^2 = sum of the ranks' `sq`; M^2 the squared L2 of the sum, which is measured (`size`) and at most world S^2
+s_k     partial sums of a reduction that adds one rank after the other (the worst of all orders), rounding each. M and S
+        tell a part that is common to the ranks and grows with k from the rest. The common part counts (1 + 4 u world)
+        times: what is added falls below the last digit of the sum, and the errors no longer average out. Of the rest
+        s_k^2 is the sum of the squares of the first k ranks: (world + 1) / 2 S^2 in all if the ranks are alike, and with
+        the largest first at most world / sqrt(12) times their relative spread more (Cauchy and Schwarz)
 M^2+S^2 one rounding where contributions or result are scaled; and in the second term the products themselves, which are
-        taken in fp32 over rows of 1024: 5 * 2^-24 measured
+        taken in fp32: 5 * 2^-24 measured
 
-A cell fails beyond `sigmas` (6) of these. Against sums that were really rounded (fp32, bf16, fp16; 2 to 1024 ranks) the
-residual has an RMS of 0.1 to 1.2 sigma, and projected on random signs it is close to normal. Receivers that hold the same are moreover compared with each other:
-they received the same bits, so only the products may differ, whatever the dtype of the reduction.
+A cell fails beyond `sigmas` (6) of these on any lane. Rounding errors of different elements are independent, so each lane is
+close to normal, whatever the others are: the largest of 8 exceeds 6 sigma in at most 8 times as many windows as one would,
+2e-8, also where a cell has but one row and they are not independent of each other. A change of relative size d is missed
+if it stays below the limit on all lanes: never, if it is one element; with probability P(|z| < 6 sigma / d)^8, if it is spread.
+Against sums that were really rounded (fp32, bf16, fp16; 2 to 1024 ranks) the residual has an RMS of 0.1 to 1.0 sigma.
+Receivers that hold the same are moreover compared with each other: they received the same bits, so only the products may
+differ, whatever the dtype of the reduction.
 
-Unusual but steady rounding (fp8 transport, a compressing hook) does not alarm for ever: a cell's limit is at least four
-times the median of its last 16 healthy windows. A median, and healthy windows only, so no corrupted step raises it. Where
+Unusual but steady rounding (fp8 transport, a compressing hook) does not alarm for ever: a cell's limit is at least 3.5
+times the median of its last 16 healthy windows (the largest of 8 normal lanes has a median of 1.7: six sigma again). A median, and healthy windows only, so no corrupted step raises it. Where
 the very first window under a plan is already beyond the limit, by less than a quarter of S and on all receivers alike, it
 is told as a warning and taken as the transport's habit; later windows are not excused.
 """
@@ -39,9 +45,8 @@ from resilient.signals import CheckPlan, Checks, Finding, Located, Observation, 
 
 _ROUNDING = 0.43  # RMS of one rounding, in units of roundoff times the value
 _PRODUCT = 5 * 2.0**-24  # of a product with the signs, relative to L2
-_UNEVEN = 9.0  # how much more coherent than the average a cell may be, in squares
 _LEAST = 1e-15  # absolute: gradients below it mean nothing, and their squares vanish in fp32
-_HEADROOM = 4.0  # times the usual residual of a cell
+_HEADROOM = 3.5  # times the usual residual of a cell
 _PLAIN = 4.0  # times the limit: from here on a pattern that fits is no accident
 _SHOWN = 3  # cells named in a message
 
@@ -50,8 +55,8 @@ _SHOWN = 3  # cells named in a message
 class _Sums:
     """One attempt's sums, all (cells,). usable: all ranks measured finite contributions. expected: B, 0 if not usable.
     low, high: smallest and largest A of the receiver groups. total: S. sigma, agree: one standard deviation of A - B, and
-    of the difference between two receivers. off: largest |A - B| in sigmas; spread: high - low in `agree`; both 0 where the
-    cell says nothing or some A is not finite."""
+    of the difference between two receivers. off: largest |A - B| of any group and lane, in sigmas; spread: high - low in
+    `agree`; both 0 where the cell says nothing or some A is not finite."""
 
     usable: np.ndarray
     expected: np.ndarray
@@ -101,7 +106,7 @@ class ReductionCheck:
         checks = observation.checks
         if checks is None:
             return []
-        sums, known = self._sums(observation, checks), self._known(checks)
+        sums, known = self._sums(checks), self._known(checks)
         if sums.lost.any():
             return [self._not_finite(observation, checks, sums.lost)]
         if max(sums.off.max(initial=0.0), sums.spread.max(initial=0.0)) <= self.sigmas:
@@ -119,7 +124,7 @@ class ReductionCheck:
         checks = observation.checks
         if checks is None:
             return ()
-        sums, known = self._sums(observation, checks), self._known(checks)
+        sums, known = self._sums(checks), self._known(checks)
         apart = sums.spread / self._limit(self._spread, known)
         excess = np.where(sums.lost, np.inf, np.maximum(sums.off / self._limit(self._off, known), apart))
         return tuple(int(c) for c in np.argsort(-excess, kind="stable") if excess[c] > 1)
@@ -136,7 +141,7 @@ class ReductionCheck:
             self._off.clear()
             self._spread.clear()
             self._before = None
-        sums = self._sums(observation, checks)
+        sums = self._sums(checks)
         if sums.usable.all() and not sums.lost.any():
             higher = np.abs(sums.high - sums.expected) < np.abs(sums.low - sums.expected)
             self._before = np.where(higher, sums.high, sums.low)  # the nearer one, should they differ
@@ -145,10 +150,10 @@ class ReductionCheck:
         self._off.append(sums.off)
         self._spread.append(sums.spread)
 
-    def _sums(self, observation: Observation, checks: Checks) -> _Sums:
+    def _sums(self, checks: Checks) -> _Sums:
         """Computed once for `observe` and `absorb`."""
         if self._latest is None or self._latest[0] is not checks:
-            self._latest = checks, _sums(checks, observation.values.get("grad_norm", math.nan))
+            self._latest = checks, _sums(checks)
         return self._latest[1]
 
     # -- limits ---------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ class ReductionCheck:
         most_apart: np.ndarray | float,
         known: bool,
     ) -> _Name:
-        groups, world = checks.plan.receivers, len(checks.before)
+        groups, world = checks.plan.receivers, checks.ranks
         before = self._before if known else None
         slack = np.broadcast_to(most * sums.sigma, sums.expected.shape)[failed]
         apart = np.broadcast_to(most_apart * sums.agree, sums.expected.shape)[failed]
@@ -200,7 +205,7 @@ class ReductionCheck:
         plain = bool((np.abs(agreed - expected) > _PLAIN * slack).any())
         for what, sign in (
             ()
-            if not plain
+            if not plain or len(checks.before) != world
             else (
                 ("the contribution of rank {} is missing", -1),
                 ("the contribution of rank {} counts twice", 1),
@@ -347,28 +352,47 @@ def _key(plan: CheckPlan) -> tuple[tuple[str, ...], float, int]:
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def _sums(checks: Checks, grad_norm: float) -> _Sums:
-    plan, world = checks.plan, len(checks.before)
+def _sums(checks: Checks) -> _Sums:
+    plan, world = checks.plan, checks.ranks
     expected, square = checks.before.sum(axis=0), checks.sq.sum(axis=0)
     usable = np.isfinite(expected) & np.isfinite(square)  # a NaN or Inf of any rank carries through
     expected, square = np.where(usable, expected, 0.0), np.where(usable, square, 0.0)
     received = _received(plan, checks.after)
     low, high = received.min(axis=0), received.max(axis=0)
-    whole = float(square.sum())
-    together = world * square  # the largest that M^2 can be
-    if math.isfinite(grad_norm) and whole > 0:
-        together = np.minimum(together, np.minimum(grad_norm**2, _UNEVEN * grad_norm**2 * square / whole))
-    common = np.maximum(together - square, 0.0) / max(world * (world - 1), 1)  # square of the part all ranks share
-    single = np.maximum(square - world * common, 0.0)  # of the rest, all ranks'
-    swallowed = (1 + 4 * plan.unit * world) ** 2
-    steps = swallowed * common * (world * (world + 1) * (2 * world + 1) / 6 - 1) + single * (world - 1)
-    ends = together + square
-    sigma = np.sqrt((_ROUNDING * plan.unit) ** 2 * (steps + ends) + _PRODUCT**2 * ends) + _LEAST
-    agree = _PRODUCT * np.sqrt(2 * np.maximum(together, square)) + _LEAST
     clear = usable & np.isfinite(low) & np.isfinite(high)
-    off = np.where(clear, np.maximum(high - expected, expected - low), 0.0) / sigma
+    size = np.full_like(square, math.inf) if checks.size is None else checks.size.sum(axis=0)
+    uneven: np.ndarray | float = math.inf
+    if len(checks.sq) == world:
+        uneven = np.where(usable, checks.sq.std(axis=0), 0.0) * world / np.where(square > 0, square, 1.0)
+    sigma = rounding(plan.unit, world, square, size, uneven) + _LEAST
+    agree = _PRODUCT * np.sqrt(2 * np.maximum(np.minimum(_finite(size), world * square), square)) + _LEAST
+    apart = np.maximum(high - expected, expected - low)
+    if checks.lanes is not None:
+        apart = np.maximum(apart, np.abs(checks.lanes.sum(axis=0)).max(axis=1, initial=0.0))
+    off = np.where(clear, apart, 0.0) / sigma
     spread = np.where(clear, high - low, 0.0) / agree
     return _Sums(usable, expected, low, high, np.sqrt(square), sigma, agree, off, spread)
+
+
+def rounding(
+    unit: float, world: int, square: np.ndarray, size: np.ndarray, uneven: np.ndarray | float = math.inf
+) -> np.ndarray:
+    """One standard deviation of what healthy rounding does to a product of signs with a sum over `world` ranks: see above.
+
+    square: S^2. size: M^2; not finite: the largest that it can be. uneven: standard deviation of the ranks' `sq`, relative
+    to their mean; inf: not known."""
+    together = np.minimum(_finite(size), world * square)  # the largest that M^2 can be
+    common = np.maximum(together - square, 0.0) / max(world * (world - 1), 1)  # square of the part all ranks share
+    single = np.maximum(square - world * common, 0.0)  # of the rest, all ranks'
+    swallowed = (1 + 4 * unit * world) ** 2
+    in_a_row = np.minimum((world + 1) / 2 + world / math.sqrt(12) * uneven, world - 1)
+    steps = swallowed * common * (world * (world + 1) * (2 * world + 1) / 6 - 1) + single * in_a_row
+    ends = together + square
+    return np.sqrt((_ROUNDING * unit) ** 2 * (steps + ends) + _PRODUCT**2 * ends)
+
+
+def _finite(size: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(size), size, math.inf)
 
 
 def _received(plan: CheckPlan, after: np.ndarray) -> np.ndarray:
@@ -381,7 +405,7 @@ def _received(plan: CheckPlan, after: np.ndarray) -> np.ndarray:
 def _own(checks: Checks, failed: np.ndarray, sigmas: float) -> np.ndarray:
     """(ranks,) bool: what the rank received is what it had itself, divided by the number of ranks or not."""
     world, after, before = len(checks.before), checks.after[:, failed], checks.before[:, failed]
-    if world < 2 or any(len(group) > 1 for group in checks.plan.receivers):
+    if world < 2 or world != checks.ranks or any(len(group) > 1 for group in checks.plan.receivers):
         return np.zeros(world, dtype=bool)  # a part of it cannot be told from a part of anything else
     slack = sigmas * (_ROUNDING * checks.plan.unit + _PRODUCT) * np.sqrt(checks.sq[:, failed]) + _LEAST
     kept = [(np.abs(after - factor * before) <= factor * slack).all(axis=1) for factor in (1, world)]

@@ -1,14 +1,22 @@
 """Time across ranks: a rank that the others wait for, and a wire that all of them wait for (S19).
 
-A rank is slow in an attempt when it computes longer than the median of its other peers, by a share and by seconds, and,
-where waits can be seen, is not itself among those that wait: the slowest rank computes longest and waits least. It is a
-straggler when it was slow in `needed` of the last `window` attempts, and if slow attempts went to any member of its group
+In a step that all ranks begin and end together, compute and wait add up to the same on each of them. So a rank is
+
+    slow   when it computes longer than the median of its other peers, by a share and by seconds, and, where waits can be
+           seen, is not itself among those that wait: the slowest rank computes longest and waits least;
+    held   when its peers wait, and neither its own compute nor its own wait says what for: compute plus wait is shorter
+           than the median of its other peers by as much. What it sends is late: its link, or whatever hands data to it.
+           Where `reduce_s` is known, its excess over the wait is what the rank spent on handing its collectives over;
+           a rank that merely began its step late (it logs, evaluates, saves) has spent nothing there and is not held.
+
+It is named when it was so in `needed` of the last `window` attempts, and if such attempts went to any member of its group
 alike, so many of them would be its own with a chance below 5e-5 only (sign test, Chernoff's bound of the binomial tail; two
 ranks need 15 of 16 for that). So jitter, long batches that go around, a slow step, an
 evaluation, a garbage collection or a checkpoint make none; nor does a slow-down of the whole group.
 
 The rank that waits least waits for nobody: what it still waits is the transfer itself. When that shortest wait is several
-times its usual value for as long, and no rank is slow, the wire is suspected. Which link is for a probe to find out.
+times its usual value for as long, and no rank is named, the wire is suspected: a collective that the slow link is part of
+takes as long on all ranks. Which link is for a probe to find out.
 
 Time is no reason to refuse a step: these findings warn at most. On CUDA the host does not see waits (`collective_s` is NaN)
 and compute alone decides.
@@ -17,7 +25,7 @@ and compute alone decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +38,7 @@ from resilient.signals.sketch import SketchSummary
 
 _SURE = 10.0  # nats: a chance of 5e-5; more where there are more than 8 ranks to be wrong about
 _WAIT_SHARE = 0.25  # of its excess seconds by which a slow rank must wait less than its peers' median
+_HANDED_OVER = 0.5  # share of what its peers wait for it that a held rank must have spent on its collectives
 _WIRE_RATE = 1 / 32
 _WIRE_START = 16  # attempts before the shortest wait has a usual value
 _WIRE_ACCEPT = 256  # attempts in a row after which a slower wire is the usual one
@@ -39,13 +48,44 @@ _ALONE = 4  # ranks with a finding of their own
 
 @dataclass(frozen=True)
 class _Look:
-    """One attempt's times, (world,). times, median: seconds; median over the other peers. slow: bool.
-    shortest: median over peer groups of the shortest wait in each, seconds; NaN where waits are not seen on all ranks."""
+    """One attempt's times, (world,). times, median: seconds; median over the other peers. slow, held: bool.
+    waits: seconds; None: not seen. shortest: median over peer groups of the shortest wait in each, seconds; NaN where waits
+    are not seen on all ranks."""
 
     times: np.ndarray
     median: np.ndarray
     slow: np.ndarray
-    shortest: float
+    held: np.ndarray
+    waits: np.ndarray | None = None
+    shortest: float = math.nan
+
+
+class _Often:
+    """In which of the last `window` attempts each rank was so."""
+
+    def __init__(self, window: int, world: int) -> None:
+        self.hits = np.zeros((window, world), dtype=bool)
+        self.count = np.zeros(world, dtype=np.int16)  # of them
+        self.onset = np.zeros(world, dtype=np.int64)  # first step of the present run
+
+    def with_this(self, now: np.ndarray, slot: int) -> np.ndarray:
+        """(world,) how often, if `now` were the attempt in `slot`."""
+        if not now.any() and not self.hits[slot].any():
+            return self.count
+        return self.count - self.hits[slot] + now
+
+    def absorb(self, now: np.ndarray, slot: int, step: int) -> None:
+        self.onset = np.where(self.count > 0, self.onset, step)
+        self.count = self.count + now.astype(np.int16) - self.hits[slot]
+        self.hits[slot] = now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hits": self.hits.copy(), "onset": self.onset.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hits = np.array(state["hits"], dtype=bool)
+        self.count = self.hits.sum(axis=0, dtype=np.int16)
+        self.onset = np.array(state["onset"], dtype=np.int64)
 
 
 class Stragglers:
@@ -64,9 +104,7 @@ class Stragglers:
 
     def _start_anew(self, world: int) -> None:
         window = self.config.window
-        self._slow = np.zeros((window, world), dtype=bool)
-        self._count = np.zeros(world, dtype=np.int16)  # of _slow
-        self._onset = np.zeros(world, dtype=np.int64)  # first step of the present run of slow attempts
+        self._slow, self._held = _Often(window, world), _Often(window, world)
         self._wire = np.zeros(window, dtype=bool)
         self._wire_usual = np.zeros(2)  # seconds, attempts it is from
         self._wire_run = 0
@@ -74,16 +112,11 @@ class Stragglers:
 
     def observe(self, observation: Observation) -> list[Finding]:
         look = self._look(observation)
-        if look is None or self._attempts < self.config.start or self._slow.shape[1] != len(look.times):
+        if look is None or self._attempts < self.config.start or len(self._slow.count) != len(look.times):
             return []
         slot = self._attempts % self.config.window
-        count = self._count - self._slow[slot] + look.slow
-        often = np.flatnonzero(count >= self.config.needed)
-        found: list[Finding] = []
-        if len(often):
-            evidence = self._evidence(observation, count)[often]
-            sure = evidence >= _SURE + math.log(max(len(count) / 8, 1.0))
-            found = self._name(observation, often[sure], evidence[sure], count[often[sure]], look)
+        found = self._named(observation, look, self._slow, look.slow, slot, "compute_s", self._computes)
+        found += self._named(observation, look, self._held, look.held, slot, "collective_s", self._is_waited_for)
         return found or self._wire_finding(observation.step, look.shortest, slot)
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
@@ -94,12 +127,11 @@ class Stragglers:
         self._attempts += 1
         if self._attempts <= self.config.start:
             return
-        if self._slow.shape[1] != len(look.times):
+        if len(self._slow.count) != len(look.times):
             self._start_anew(len(look.times))
         slot = (self._attempts - 1) % self.config.window
-        self._onset = np.where(self._count > 0, self._onset, observation.step)
-        self._count += look.slow.astype(np.int16) - self._slow[slot]
-        self._slow[slot] = look.slow
+        self._slow.absorb(look.slow, slot, observation.step)
+        self._held.absorb(look.held, slot, observation.step)
         self._absorb_wire(observation.step, look.shortest, slot)
 
     def _look(self, observation: Observation) -> _Look | None:
@@ -124,18 +156,40 @@ class Stragglers:
         slow = (seconds >= c.relative * median) & (seconds >= c.absolute_s)  # NaN is not
         waits = observation.per_rank.get("collective_s")
         if waits is None:
-            return _Look(times, median, slow, math.nan)
+            return _Look(times, median, slow, np.zeros_like(slow))
         waits = np.ascontiguousarray(waits)
         known = math.isfinite(waits.sum())
         if slow.any():
             others = groups.middle_of_others(waits, None if known else np.isfinite(waits))
             with np.errstate(invalid="ignore"):
                 slow &= ~(waits + _WAIT_SHARE * seconds > others)  # unknown: compute alone decides
-        shortest = [waits[index].min(axis=1) for index in groups.blocks] if known else []
-        return _Look(times, median, slow, float(np.median(np.concatenate(shortest))) if shortest else math.nan)
+        if not known:
+            return _Look(times, median, slow, np.zeros_like(slow), waits)
+        shortest = float(np.median(np.concatenate([waits[index].min(axis=1) for index in groups.blocks])))
+        held = self._held_now(observation, groups, times + waits, waits, median)
+        return _Look(times, median, slow, held, waits, shortest)
+
+    def _held_now(
+        self,
+        observation: Observation,
+        groups: PeerGroups,
+        total: np.ndarray,
+        waits: np.ndarray,
+        median: np.ndarray,
+    ) -> np.ndarray:
+        """total: (world,) seconds of compute and wait. median: of compute, over the other peers."""
+        c = self.config
+        if not total.max() - total.min() >= c.absolute_s:  # nobody can be; nor if a time is not known
+            return np.zeros(len(total), dtype=bool)
+        missing = groups.middle_of_others(total) - total
+        held = (missing >= c.relative * median) & (missing >= c.absolute_s)
+        spent = observation.per_rank.get("reduce_s")
+        if spent is not None and held.any():
+            held &= ~(spent - waits < _HANDED_OVER * missing)  # unknown: what the others wait for decides
+        return held
 
     def _evidence(self, observation: Observation, count: np.ndarray) -> np.ndarray:
-        """(world,) nats against the chance that so many of the group's slow attempts in the window fell to this rank."""
+        """(world,) nats against the chance that so many of the group's attempts in the window fell to this rank."""
         groups = self._groups_of(observation)
         total = np.zeros(len(count))
         for index in groups.blocks:
@@ -146,52 +200,68 @@ class Stragglers:
             rest = np.where(share < 1.0, (1.0 - share) * np.log((1.0 - share) / (1.0 - even)), 0.0)
             return np.where(share > even, total * (share * np.log(share / even) + rest), 0.0)
 
-    def _name(
+    # -- the rank ------------------------------------------------------------------------------------------------------
+
+    def _named(
         self,
         observation: Observation,
-        ranks: np.ndarray,
-        score: np.ndarray,
-        count: np.ndarray,
         look: _Look,
+        often: _Often,
+        now: np.ndarray,
+        slot: int,
+        signal: str,
+        words: Callable[[_Look, int, int], str],
     ) -> list[Finding]:
         """A finding for each of the worst, or one for all when they are many."""
-        if not len(ranks):
+        count = often.with_this(now, slot)
+        if not (count >= self.config.needed).any():
             return []
-        waits = observation.per_rank.get("collective_s")
-        order = np.lexsort((ranks, -score))
+        score = self._evidence(observation, count)
+        ranks = np.flatnonzero((count >= self.config.needed) & (score >= _SURE + math.log(max(len(count) / 8, 1.0))))
+        order = ranks[np.lexsort((ranks, -score[ranks]))]
         several = len(order) > _ALONE
         found = []
-        for i in order[:1] if several else order:
-            rank = int(ranks[i])
-            named = tuple(int(r) for r in ranks[order[:_NAMED]]) if several else (rank,)
-            seen = waits is not None and math.isfinite(waits[rank])
-            told = (
-                f"rank {rank} was the slow one in {int(count[i])} of the last {self.config.window} attempts: it computes "
-                f"{look.times[rank]:.3g} s, its peers {look.median[rank]:.3g} s"
-                + (
-                    f", and waits {waits[rank]:.3g} s"
-                    if seen and waits is not None
-                    else "; waits are not seen on this device"
-                )
-            )
+        for rank in map(int, order[:1] if several else order):
+            named = tuple(int(r) for r in order[:_NAMED]) if several else (rank,)
+            told = words(look, rank, int(count[rank]))
             if several:
                 told = f"{len(order)} ranks are slow, the worst {', '.join(map(str, named))}: {told}"
+            series = look.times if signal == "compute_s" or look.waits is None else look.waits
             found.append(
                 Finding(
                     detector=self.name,
-                    signal="compute_s",
+                    signal=signal,
                     severity=Severity.WARN,
-                    score=float(score[i]),
+                    score=float(score[rank]),
                     step=observation.step,
-                    onset_step=int(self._onset[rank]),
+                    onset_step=int(often.onset[rank]),
                     ranks=named,
                     statistic="time",
-                    value=float(look.times[rank]),
-                    reference=float(look.median[rank]),
+                    value=float(series[rank]),
+                    reference=float(look.median[rank] if signal == "compute_s" else np.median(series)),
                     message=told,
                 )
             )
         return found
+
+    def _computes(self, look: _Look, rank: int, times: int) -> str:
+        seen = look.waits is not None and math.isfinite(look.waits[rank])
+        told = (
+            f"rank {rank} was the slow one in {times} of the last {self.config.window} attempts: it computes "
+            f"{look.times[rank]:.3g} s, its peers {look.median[rank]:.3g} s"
+        )
+        if not seen or look.waits is None:
+            return f"{told}; waits are not seen on this device"
+        return f"{told}, and waits {look.waits[rank]:.3g} s"
+
+    def _is_waited_for(self, look: _Look, rank: int, times: int) -> str:
+        assert look.waits is not None
+        others = float(np.median(np.delete(look.waits, rank)))
+        return (
+            f"the others waited for rank {rank} in {times} of the last {self.config.window} attempts: {others:.3g} s in the "
+            f"reduction, rank {rank} itself {look.waits[rank]:.3g} s, and it computes no longer ({look.times[rank]:.3g} s, its "
+            f"peers {look.median[rank]:.3g} s): what it sends is late"
+        )
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
@@ -246,8 +316,8 @@ class Stragglers:
     def state_dict(self) -> dict[str, Any]:
         return {
             "attempts": self._attempts,
-            "slow": self._slow.copy(),
-            "onset": self._onset.copy(),
+            "slow": self._slow.state_dict(),
+            "held": self._held.state_dict(),
             "wire": self._wire.copy(),
             "wire_usual": self._wire_usual.copy(),
             "wire_run": self._wire_run,
@@ -256,9 +326,8 @@ class Stragglers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._attempts = int(state["attempts"])
-        self._slow = np.array(state["slow"], dtype=bool)
-        self._count = self._slow.sum(axis=0, dtype=np.int16)
-        self._onset = np.array(state["onset"], dtype=np.int64)
+        self._slow.load_state_dict(state["slow"])
+        self._held.load_state_dict(state["held"])
         self._wire = np.array(state["wire"], dtype=bool)
         self._wire_usual = np.array(state["wire_usual"], dtype=np.float64)
         self._wire_run = int(state["wire_run"])

@@ -35,7 +35,7 @@ class Case:
     @property
     def world(self) -> int:
         """Number of ranks; 0 if the observation has no ranks."""
-        return len(next(iter(self.observation.per_rank.values()), ()))
+        return self.observation.world
 
     @property
     def check(self) -> Literal["holds", "fails", "open"]:
@@ -90,8 +90,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def nothing_to_learn(case: Case, ranks: Sequence[int]) -> str:
     """Says so if none of these ranks' tokens carries loss while others' do; else empty."""
-    tokens = case.observation.per_rank.get("tokens")
-    if tokens is None or not ranks or max(ranks) >= len(tokens):
-        return ""
-    empty = not (tokens[list(ranks)] > 0).any() and (tokens > 0).any()
+    observation = case.observation
+    empty = bool(ranks) and observation.unfed(ranks) and observation.total("tokens") > 0
     return f"no token carries loss on {ranks_in_words(ranks)}: an empty batch, or all of it padding" if empty else ""

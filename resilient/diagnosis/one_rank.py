@@ -69,7 +69,7 @@ def probed(
         return "communication", 0.95
     slow = [p for p in links.slow_pairs if suspects & set(p) or not suspects]
     if slow and cause == "communication":
-        evidence.append(f"the probe found a slow link{_pairs(slow)}")
+        evidence.append(f"the probe found the slow link{_pairs(slow)}")
         return cause, max(confidence, 0.75)
     if cause == "communication":
         evidence.append("the probe found the links in order afterwards: a passing fault of the wire, or of the program")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-
-import numpy as np
 
 from resilient.diagnosis.case import NOT_CHECKED, NOT_PROBED, Case
 from resilient.signals import Cause, Finding, Severity, Verdict
@@ -49,6 +48,16 @@ def together(case: Case, leading: Sequence[Finding]) -> Verdict:
         told = "" if growing is worst else f"what the weights make was off before: {growing.message}"
         return verdict(
             "optimizer", 0.5, worst.message, told, "all ranks together", begun=min(onset, growing.onset_step)
+        )
+    passed = next((f for f in leading if f.statistic == "passed"), None)
+    if passed is not None:
+        return verdict(
+            "data",
+            0.65,
+            passed.message,
+            "" if worst is passed else worst.message,
+            "all ranks together, on the weights on which the windows before and after were as usual",
+            begun=passed.onset_step,
         )
     if worst.statistic in ("point", "confirmed"):
         return _one_odd_attempt(case, worst)
@@ -94,10 +103,9 @@ def _first(case: Case, signals: Sequence[str], leading: Sequence[Finding], stric
 
 def _impossible(case: Case) -> str:
     """The norm of a mean is at most the largest of the norms: more was made by the reduction."""
-    norms, norm = case.observation.per_rank.get("local_grad_norm"), case.observation.values.get("grad_norm")
-    if case.check != "open" or norms is None or norm is None or len(norms) < 2 or not np.isfinite(norms).all():
+    most, norm = case.observation.largest("local_grad_norm"), case.observation.values.get("grad_norm")
+    if case.check != "open" or norm is None or case.world < 2 or not math.isfinite(most):
         return ""
-    most = float(norms.max())
     if not most > 0 or not norm > _IMPOSSIBLE * most:
         return ""
     return f"the reduced gradient has norm {norm:.4g}, more than the largest that a rank has sent ({most:.4g})"

@@ -20,9 +20,11 @@
 | all ranks together | the loss scale fell again and again | precision |
 | all ranks together | the update was off first, or the LR was just raised | optimizer |
 | all ranks together, a reduced norm that no mean can have | there is no check | communication suspected |
+| all ranks together, and usual again with the next window | - | data |
 | all ranks together, once | - | data suspected: the same weights were fine one batch ago |
 | all ranks together, on several batches while the weights stood still | - | optimizer: the weights are the common factor |
-| a rank that the others wait for | longest compute / waits in the wire | compute / communication |
+| a rank that the others wait for | longest compute / compute as usual | compute / communication |
+| all ranks wait longer than usual | a probe names slow links | communication, the rank that they share; of two ranks both |
 | ranks fed alike, samplers or random streams that disagree | - | data (how it is set up) |
 
 A verdict that is not supported says `unknown`. Confidence is a statement about how many checks stand behind the row,
@@ -130,7 +132,7 @@ def _behind_it(leading: Sequence[Finding], findings: Sequence[Finding]) -> list[
 
 def _weight(finding: Finding) -> Severity:
     """Severity of a finding for the verdict on this attempt. What a slow statistic has seen (level, drift, trend, scale,
-    drop, layers, collapse, time, batch) is no fault of this attempt: refusing it would cure nothing, so it warns at most."""
+    drop, layers, collapse, time, batch, passed) is no fault of this attempt: refusing it would cure nothing, so it warns at most."""
     return finding.severity if finding.statistic in _ABOUT_THE_ATTEMPT else min(finding.severity, Severity.WARN)
 
 
@@ -171,9 +173,11 @@ def _nonfinite(case: Case, finding: Finding) -> Verdict:
         told = f"the weights were running away before: {first.message}"
         begun = min(onset, first.onset_step)
         return case.verdict("optimizer", 0.6, (finding.message, told), ranks=ranks, onset=begun, place=place)
-    if case.world > 1 and ranks:
+    sketch = case.observation.sketch  # counts ranks that it cannot name
+    count = len(ranks) if sketch is None or place is None else sketch.named.get(place, (0, ()))[0]
+    if case.world > 1 and count:
         told = (
-            f"on {len(ranks)} of {case.world} ranks at once, each with its own batch: what they share is the weights and the "
+            f"on {count} of {case.world} ranks at once, each with its own batch: what they share is the weights and the "
             "number format"
         )
         doubt = ("whether the weights themselves are finite", "whether the same batches are finite in fp32")

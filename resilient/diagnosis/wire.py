@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from resilient.diagnosis.case import NOT_CHECKED, Case, ranks_in_words
 from resilient.diagnosis.one_rank import probed
 from resilient.signals import Cause, Finding, Severity, Verdict
@@ -45,11 +43,11 @@ def reduction(case: Case, found: Sequence[Finding]) -> Verdict:
 
 def _may_overflow(case: Case) -> str:
     """fp16 with a dynamic scale: finite contributions whose sum leaves the range are the scaler's business."""
-    norms = case.observation.per_rank.get("local_grad_norm")
+    norms = case.observation.total("local_grad_norm")
     scale = case.observation.values.get("loss_scale", 1.0)
-    if not case.dynamic_scale or norms is None or not np.isfinite(norms).all():
+    if not case.dynamic_scale or not math.isfinite(norms):
         return ""
-    most = float(norms.sum()) * scale
+    most = norms * scale
     if most < _LARGEST_FP16:
         return ""
     return f"the ranks' norms add up to {most:.3g} with the loss scale {scale:g}: their sum may leave fp16's range"
@@ -109,6 +107,9 @@ def slow(case: Case, found: Sequence[Finding]) -> Verdict:
     else:
         if not ranks and case.links is not None:
             ranks = _common(case.links.slow_pairs)
+        if not ranks and case.world == 2:
+            ranks = [0, 1]
+            evidence.append("of two ranks there is one link, and both are at its ends")
         cause, confidence = probed(case, ranks, "communication", 0.6, evidence, unchecked)
     return case.verdict(
         cause, confidence, evidence, ranks=ranks, onset=min(f.onset_step for f in named), unchecked=unchecked

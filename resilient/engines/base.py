@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from resilient.checkpoint.pieces import Piece
 from resilient.engines.layers import Layers
 from resilient.engines.updates import Update
 from resilient.signals import CheckPlan, Knobs
@@ -127,6 +128,7 @@ class Engine(Protocol):
     module: torch.nn.Module  # the user's module, for hooks and evaluation (forward goes through __call__)
     device: torch.device
     per_micro_step: bool  # True: reduces gradients on every micro-step
+    per_rank: tuple[str, ...]  # entries of a captured state that, apart from its pieces, differ from rank to rank
     layers: Layers  # the module's layer groups, the same on every rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,12 +202,26 @@ class Engine(Protocol):
     def counters(self) -> Counters: ...
 
     def capture(self) -> EngineState:
-        """Frozen clone of everything a bitwise replay needs on this rank except RNG and data: parameters or shards,
-        buffers, masters, optimizer state with integer steps, LR schedule, loss scaler, the engine's counters."""
+        """`live()`, frozen in host memory."""
+
+    def live(self) -> EngineState:
+        """Everything a bitwise replay needs on this rank except RNG and data: parameters or shards, buffers, masters,
+        optimizer state with integer steps, LR schedule, loss scaler, the engine's counters. The very tensors: to be read
+        or copied before the next step, and not to be changed."""
 
     def restore(self, state: EngineState) -> None:
         """Put a captured state back into the live tensors (in place), drop stale gradients. State that did not exist
         at capture (lazily created moments) is dropped again."""
+
+    def pieces(self, state: EngineState) -> list[Piece]:
+        """Which box of which whole tensor the tensors of a state of this rank are. Everything else in a state is the same
+        on all ranks or named in `per_rank`. Raises CheckpointError where that cannot be said (parameters that are not laid
+        out in boxes, optimizer state of no known shape): such a state fits this world only. Local."""
+
+    def frame(self, source: EngineState) -> EngineState:
+        """Room for this rank's state, in host memory: all that is no piece is taken from `source`, rank 0's state in a
+        world of any size. Fill in every piece of `pieces(frame)`, then `restore` it (see checkpoint/reshape.py).
+        Raises CheckpointError, with what differs, if the source is not of this model, optimizer and schedule. Local."""
 
     def close(self) -> None:
         """Remove every hook and patch. The wrapped objects work unguarded afterwards. Idempotent."""

@@ -178,12 +178,12 @@ class _BucketTap:
     def measure(self, bucket: dist.GradBucket) -> None:
         """Before the reduction. A bucket that goes twice in a window holds all that was accumulated the second time."""
         index, buffer = bucket.index(), bucket.buffer()
-        square = self.squares[index] = sum_of_squares([buffer], buffer.device)
         if self.check is None or rebuilds_buckets(self.model):
+            self.squares[index] = sum_of_squares([buffer], buffer.device)
             return
         if index not in self.buckets:
             self.buckets[index] = _Bucket(index, bucket.parameters(), self.names)
-        self.check.sent(index, buffer, square, self.world, whole=True)
+        self.squares[index] = self.check.sent(index, buffer, self.world, whole=True)
 
     def finish_check(self) -> dict[str, torch.Tensor]:
         if self.check is None:

@@ -253,17 +253,18 @@ class _ReduceScatterTap(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """input_tensor: all gradients of the module, flat, padded with zeros, divided by `_predivided` by now."""
-        square = sum_of_squares([input_tensor], input_tensor.device)
         factor = self._ranks if self.group.gradient_divide_factor is None else self.group.gradient_divide_factor
         divided = _predivided(input_tensor.dtype, factor)
-        self.squares.append(square * divided**2 if divided != 1 else square)
-        if self.check is not None:
+        if self.check is None:
+            square = sum_of_squares([input_tensor], input_tensor.device)
+        else:
             self._size, self._shards, self._position = (
                 input_tensor.numel(),
                 dist.get_world_size(group),
                 dist.get_rank(group),
             )
-            self.check.sent(self.bucket, input_tensor, square, factor / divided, shards=self._shards)
+            square = self.check.sent(self.bucket, input_tensor, factor / divided, shards=self._shards)
+        self.squares.append(square * divided**2 if divided != 1 else square)
         started = time.perf_counter()
         work = self.inner(output_tensor, input_tensor, group, op, async_op)
         self.waited_s += time.perf_counter() - started

@@ -10,8 +10,8 @@ All ranks call these for the same buckets, whose content lies at the same positi
 collective needs anyway. Nothing is copied to the host and no rank waits for another. Between `sent` and `received` the
 gradient may take any linear way: divided before or after, in another dtype, in two collectives (HSDP).
 
-Cost: one pass over a bucket on the way in and one on the way out, a few small operations each. The rows' sums (four
-bytes for 1024 elements) are kept until the next window.
+Cost: one pass over a bucket on the way in and one on the way out, a few small operations each. The rows' sums (36 bytes for
+1024 elements) are kept until the next window.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from resilient.engines.base import CellRows
-from resilient.engines.projection import ROW, Signs
+from resilient.engines.projection import PARTS, ROW, RowSums, Signs
 from resilient.signals import CheckPlan
-from resilient.signals.checks import MOST_CELLS
+from resilient.signals.checks import LANE_COLUMNS, LANES, MOST_CELLS
 
 Piece = tuple[torch.Tensor, int]
 """A slice of a bucket: its elements in the bucket's order, flat, and the position of the first one."""
@@ -35,6 +35,7 @@ _SHOWN = 3  # parameters named in a place
 _ALONE = {"cpu": 1 << 16}  # elements from which a piece is not copied to join its neighbours
 _ALONE_ELSEWHERE = 1 << 20  # a launch costs more there, a copy less
 _FOLDS = 32  # kept: a window is nearly always cut like the one before
+_AT_ONCE = 1 << 18  # rows whose lanes are taken in one call: bounds the float64 copies
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,10 @@ class BucketLayout:
 
 
 class _Slice(NamedTuple):
-    """What is known of a slice of a bucket: its sums by row (float32), or its sum of squares (float64, one number), and
-    what they are still to be divided by."""
+    """What is known of a slice of a bucket: its rows, and what they are still to be divided by once they are added up."""
 
     bucket: int
-    first: int  # row
-    sums: torch.Tensor
+    rows: RowSums
     divisor: float
 
 
@@ -103,13 +102,12 @@ class ReductionCheck:
         self._smallest = 0.0  # normal number of the dtypes seen
         if dtype is not None:
             self._see(dtype)
-        self._folds: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._folds: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         self.begin_window()
 
     def begin_window(self) -> None:
         """Forget the last window, finished or not."""
         self._sent: list[_Slice] = []
-        self._squares: list[_Slice] = []
         self._received: list[_Slice] = []
         self._sizes: dict[int, int] = {}
         self._layouts: dict[int, BucketLayout] = {}
@@ -117,30 +115,24 @@ class ReductionCheck:
         self._window_cells: tuple[tuple[int, ...], ...] = ()
 
     def sent(
-        self,
-        bucket: int,
-        flat: torch.Tensor,
-        square: torch.Tensor,
-        divisor: float,
-        *,
-        whole: bool = False,
-        shards: int = 1,
-    ) -> None:
-        """bucket: >= 0, alike on all ranks. flat: all of it, as it goes into the collective; read, not kept. square:
-        0-dim float64, its sum of squares. divisor: flat / divisor is this rank's contribution to the mean, unscaled.
-        whole: what the window has sent of this bucket before is in it once more (else it adds up). shards: as in the
-        bucket's layout.
+        self, bucket: int, flat: torch.Tensor, divisor: float, *, whole: bool = False, shards: int = 1
+    ) -> torch.Tensor:
+        """The sum of squares of `flat`, 0-dim float64.
+
+        bucket: >= 0, alike on all ranks. flat: all of it, as it goes into the collective; read, not kept. divisor:
+        flat / divisor is this rank's contribution to the mean, unscaled. whole: what the window has sent of this bucket
+        before is in it once more (else it adds up). shards: as in the bucket's layout.
 
         On an accelerator the current stream must be one that `flat` is ready on."""
         if whole and bucket in self._sizes:
             del self._sizes[bucket]
             self._sent = [piece for piece in self._sent if piece.bucket != bucket]
-            self._squares = [piece for piece in self._squares if piece.bucket != bucket]
         if self._sizes.setdefault(bucket, flat.numel()) != flat.numel():
             self._unclear.add(bucket)
         self._see(flat.dtype)
-        self._sent.append(_Slice(bucket, 0, self._signs.parts(flat, shards), divisor))
-        self._squares.append(_Slice(bucket, 0, square.reshape(1), divisor * divisor))
+        rows = self._signs.parts(flat, shards)
+        self._sent.append(_Slice(bucket, rows, divisor))
+        return rows.norms.double().square().sum()
 
     def received(self, bucket: int, layout: BucketLayout | None, pieces: Sequence[Piece], divisor: float = 1.0) -> None:
         """Once for each bucket that was sent. pieces: what this rank holds of the reduced gradient, not overlapping, in
@@ -153,8 +145,9 @@ class ReductionCheck:
             return
         for flat, start in joined([(flat, layout.aligned(start)) for flat, start in pieces]):
             self._see(flat.dtype)
-            sums, first = self._signs.rows(flat, start)
-            self._received.append(_Slice(bucket, first, sums.to(self._device), divisor))
+            first, sums, norms = self._signs.rows(flat, start)
+            rows = RowSums(first, sums.to(self._device), norms.to(self._device))
+            self._received.append(_Slice(bucket, rows, divisor))
 
     def finish(self) -> dict[str, torch.Tensor]:
         """CHECK_COLUMNS name -> (cells,) float64 of this window, by the plan as it was when this is called; empty
@@ -162,10 +155,15 @@ class ReductionCheck:
         checks = {}
         self._window_cells = self._cells
         if self._cells:
+            (before, square), (after, size) = self._sums(self._sent), self._sums(self._received)
+            replicas = len(self._receivers)
+            apart = before - after / replicas
             checks = {
-                "check_before": self._fold(self._sent, self._signed),
-                "check_after": self._fold(self._received, self._signed),
-                "check_sq": self._fold(self._squares, _plain) + self._floor(),
+                "check_before": before[:, 0],
+                "check_after": after[:, 0],
+                "check_sq": square + self._floor(),
+                "check_size": size / replicas,
+                **dict(zip(LANE_COLUMNS, apart[:, 1:].unbind(1), strict=True)),
             }
             unclear = [not self._unclear.isdisjoint(cell) for cell in self._cells]
             if any(unclear):
@@ -203,59 +201,83 @@ class ReductionCheck:
 
     @torch.no_grad()
     def _by_row(self, layout: BucketLayout, slices: Iterable[_Slice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows,) float64 sums and (rows,) bool: rows with any element in these slices."""
+        """(rows, PARTS) float64 sums and (rows,) bool: rows with any element in these slices."""
         count = layout.rows
-        sums = torch.zeros(count, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(count, PARTS, dtype=torch.float64, device=self._device)
         held = torch.zeros(count, dtype=torch.bool, device=self._device)
         for piece in slices:
-            where = slice(piece.first, piece.first + len(piece.sums))
-            sums[where] += piece.sums.double() / piece.divisor
+            first, by_part, _ = piece.rows
+            where = slice(first, first + len(by_part))
+            sums[where] += by_part.double() / piece.divisor
             held[where] = True
         return sums, held
 
     @torch.no_grad()
-    def _fold(self, slices: Iterable[_Slice], signs: Callable[[_Slice], torch.Tensor]) -> torch.Tensor:
-        """(cells,) float64: signs . sums of each cell's slices. Always in the same order."""
-        cell_of = {bucket: i for i, cell in enumerate(self._cells) for bucket in cell}
-        known = sorted((p for p in slices if p.bucket in cell_of), key=lambda piece: cell_of[piece.bucket])
-        if not known:
-            return torch.zeros(len(self._cells), dtype=torch.float64, device=self._device)
-        key = (signs, self._cells, *((p.bucket, p.first, len(p.sums), p.divisor) for p in known))
-        fold = self._folds.get(key)
-        if fold is None:
-            lengths = [0] * len(self._cells)
-            for piece in known:
-                lengths[cell_of[piece.bucket]] += len(piece.sums)
-            fold = (
-                torch.cat([signs(piece).double() / piece.divisor for piece in known]).to(self._device),
-                torch.tensor(lengths, device=self._device),
+    def _sums(self, slices: Sequence[_Slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each cell's slices (cells, LANES) float64 products, and (cells,) float64 squared L2. Always added in the same
+        order; buckets that are new in this window are left out."""
+        if not slices:
+            none = torch.zeros(len(self._cells), LANES + 1, dtype=torch.float64, device=self._device)
+            return none[:, 1:], none[:, 0]
+        groups: list[list[_Slice]] = []
+        room = 0
+        for piece in slices:
+            if room < len(piece.rows.norms) or not groups:
+                groups.append([])
+                room = _AT_ONCE
+            groups[-1].append(piece)
+            room -= len(piece.rows.norms)
+        by_slice = torch.cat([self._by_slice(group) for group in groups])
+
+        def made() -> tuple[torch.Tensor, ...]:
+            members = [[i for i, piece in enumerate(slices) if piece.bucket in cell] for cell in self._cells]
+            order = [i for cell in members for i in cell]
+            divisors = [(slices[i].divisor ** 2, *[slices[i].divisor] * LANES) for i in order]
+            return (
+                torch.tensor(order, dtype=torch.int64, device=self._device),
+                torch.tensor(divisors, dtype=torch.float64, device=self._device).view(-1, LANES + 1),
+                self._lengths([len(cell) for cell in members]),
             )
-            self._keep(key, fold)
-        weights, counts = fold
-        found = torch.cat([piece.sums for piece in known]).double() * weights
-        return torch.segment_reduce(found, "sum", lengths=counts, unsafe=True)  # safe: would read the counts back
+
+        order, divisors, lengths = self._kept((self._cells, *((p.bucket, p.divisor) for p in slices)), made)
+        by_cell = torch.segment_reduce(by_slice[order] / divisors, "sum", lengths=lengths, axis=0, unsafe=True)
+        return by_cell[:, 1:], by_cell[:, 0]
+
+    def _by_slice(self, slices: Sequence[_Slice]) -> torch.Tensor:
+        """(slices, 1 + LANES) float64: squared L2 and products, still to be divided."""
+
+        def made() -> tuple[torch.Tensor, ...]:
+            of_bucket = [self._signs.of_rows(b, r.first + len(r.norms))[r.first :] for b, r, _ in slices]
+            return torch.cat(of_bucket), self._lengths([len(rows.norms) for _, rows, _ in slices])
+
+        signs, lengths = self._kept(tuple((b, r.first, len(r.norms)) for b, r, _ in slices), made)
+        products = self._signs.lanes(torch.cat([piece.rows.sums for piece in slices]), signs)
+        square = torch.cat([piece.rows.norms for piece in slices]).double().square_()
+        by_row = torch.cat((square[:, None], products), 1)
+        return torch.segment_reduce(
+            by_row, "sum", lengths=lengths, axis=0, unsafe=True
+        )  # safe: would read lengths back
 
     def _floor(self) -> torch.Tensor:
         """(cells,) below the smallest normal number of its dtype an element is rounded as if it were that large; with
         fp16 on the wire whole layers can be."""
-        key = (self._smallest, self._cells, tuple(self._sizes.items()))
-        if key not in self._folds:
+
+        def made() -> tuple[torch.Tensor, ...]:
             sizes = [float(sum(self._sizes.get(bucket, 0) for bucket in cell)) for cell in self._cells]
-            floor = torch.tensor(sizes, dtype=torch.float64, device=self._device) * self._smallest**2
-            self._keep(key, (floor, floor))
-        return self._folds[key][0]
+            return (torch.tensor(sizes, dtype=torch.float64, device=self._device) * self._smallest**2,)
 
-    def _keep(self, key: Hashable, fold: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if len(self._folds) > _FOLDS:
-            self._folds.clear()
-        self._folds[key] = fold
+        return self._kept((self._smallest, self._cells, tuple(self._sizes.items())), made)[0]
 
-    def _signed(self, piece: _Slice) -> torch.Tensor:
-        return self._signs.of_rows(piece.bucket, piece.first + len(piece.sums))[piece.first :]
+    def _kept(self, key: Hashable, made: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """What was made for this key before."""
+        if key not in self._folds:
+            if len(self._folds) > _FOLDS:
+                self._folds.clear()
+            self._folds[key] = made()
+        return self._folds[key]
 
-
-def _plain(piece: _Slice) -> torch.Tensor:
-    return torch.ones(len(piece.sums))
+    def _lengths(self, counts: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(counts, dtype=torch.int64, device=self._device)
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

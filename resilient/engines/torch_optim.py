@@ -24,9 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
+from resilient.checkpoint.pieces import Piece
+from resilient.checkpoint.snapshot import freeze
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
 from resilient.engines.layers import Layers, Part
+from resilient.engines.pieces import frame_of, persistent_buffers, pieces_of
 from resilient.engines.replicas import BufferDigests, optimizer_digests, parameter_digests
 from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import CheckpointError, ConfigError
@@ -44,6 +47,7 @@ class TorchOptimEngine:
     """
 
     per_micro_step = False
+    per_rank: tuple[str, ...] = ("buffers",)
 
     def __init__(
         self,
@@ -172,27 +176,40 @@ class TorchOptimEngine:
             return optimizer_digests(self.optimizer, params, self.layers, self.device)
         return self._constant.now(dict(self.module.named_buffers())) if self._constant is not None else {}
 
-    # --- capture and restore --------------------------------------------------------------------------------
+    # --- another world size ---------------------------------------------------------------------------------
+
+    def pieces(self, state: EngineState) -> list[Piece]:
+        return pieces_of(self.module, state)
 
     @torch.no_grad()
+    def frame(self, source: EngineState) -> EngineState:
+        self._refuse(self._differences(source, sharded_alike=False))
+        return frame_of(self.module, source)
+
+    # --- capture and restore --------------------------------------------------------------------------------
+
     def capture(self) -> EngineState:
-        """Clones on the tensors' own devices; see the module's docstring for the layout. Not a collective."""
+        return freeze(self.live())
+
+    @torch.no_grad()
+    def live(self) -> EngineState:
+        """See the module's docstring for the layout. Not a collective."""
         return {
-            "params": {name: local(p).clone() for name, p in self._params.items()},
-            "buffers": {name: local(b).clone() for name, b in self.module.named_buffers()},
+            "params": {name: local(p) for name, p in self._params.items()},
+            "buffers": {name: local(b) for name, b in self.module.named_buffers()},
             "optimizer": {
                 "class": type(self.optimizer).__name__,
                 "groups": [
                     {
                         "params": list(names),
-                        "options": {key: _frozen(value) for key, value in group.items() if key != "params"},
+                        "options": {key: _plain(value) for key, value in group.items() if key != "params"},
                     }
                     for names, group in zip(self._group_names, self.optimizer.param_groups, strict=True)
                 ],
-                "state": self._capture_optimizer_state(),
+                "state": self._optimizer_state(),
             },
             "schedule": self.scheduler
-            and {"class": type(self.scheduler).__name__, "state": _frozen(self.scheduler.state_dict())},
+            and {"class": type(self.scheduler).__name__, "state": _plain(self.scheduler.state_dict())},
             "counters": {
                 "steps": self._steps,
                 "skipped": self._skipped,
@@ -208,11 +225,7 @@ class TorchOptimEngine:
         nothing has been touched then. Buffers registered as non-persistent are put back where they fit and otherwise
         left alone: by declaration they can be rebuilt.
         """
-        differences = self._differences(state)
-        if differences:
-            more = len(differences) - _SHOWN
-            lines = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            raise CheckpointError("this state does not belong to this engine:\n  " + "\n  ".join(lines))
+        self._refuse(self._differences(state))
         self._abandon_window()
         self._clear_gradients()
         self._buffers.drop()
@@ -227,12 +240,12 @@ class TorchOptimEngine:
                 group[key] = _put(group.get(key), value)
         self._restore_optimizer_state(state["optimizer"]["state"])
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(_frozen(state["schedule"]["state"]))
+            self.scheduler.load_state_dict(copy.deepcopy(state["schedule"]["state"]))
         counters = state["counters"]
         self._steps, self._skipped = counters["steps"], counters["skipped"]
         self._schedule_start = counters["schedule_start"]
 
-    def _capture_optimizer_state(self) -> dict[str, Any]:
+    def _optimizer_state(self) -> dict[str, Any]:
         state = self.optimizer.state
         ours = {id(p) for p in self._params.values()}
         strangers = [key for key in state if id(key) not in ours]
@@ -246,7 +259,7 @@ class TorchOptimEngine:
             if p in state:
                 values = state[p]
                 captured[name] = {
-                    "values": {key: _frozen(value) for key, value in values.items()},
+                    "values": {key: _plain(value) for key, value in values.items()},
                     "shapes": {key: list(value.shape) for key, value in values.items() if isinstance(value, DTensor)},
                 }
         return captured
@@ -268,15 +281,24 @@ class TorchOptimEngine:
                         value = value.to(p.device)  # torch.optim keeps `step` on the CPU otherwise
                     live[key] = _put(live.get(key), value, like=p, shape=shape)
 
-    def _differences(self, state: EngineState) -> list[str]:
-        """What stops `state` from being restored here, one readable line each. Reads only."""
+    @staticmethod
+    def _refuse(differences: list[str]) -> None:
+        if differences:
+            more = len(differences) - _SHOWN
+            lines = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError("this state does not belong to this engine:\n  " + "\n  ".join(lines))
+
+    def _differences(self, state: EngineState, sharded_alike: bool = True) -> list[str]:
+        """What stops `state` from being restored here, one readable line each. Reads only.
+
+        sharded_alike: False for a state of another world, whose tensors may be other parts of the same wholes."""
         missing = [key for key in ("params", "buffers", "optimizer", "schedule", "counters") if key not in state]
         if missing:
             return [f"part '{key}' is missing" for key in missing]
-        found = _tensor_differences("parameter", state["params"], self._params)
-        persistent = _persistent_buffers(self.module)
+        found = _tensor_differences("parameter", state["params"], self._params, sharded_alike)
+        persistent = persistent_buffers(self.module)
         buffers = {name: b for name, b in state["buffers"].items() if name in persistent}
-        found += _tensor_differences("buffer", buffers, persistent)
+        found += _tensor_differences("buffer", buffers, persistent, sharded_alike)
         optimizer = state["optimizer"]
         if optimizer["class"] != type(self.optimizer).__name__:
             found.append(f"optimizer: {optimizer['class']} in the state, {type(self.optimizer).__name__} here")
@@ -409,17 +431,11 @@ def _is_sharded(optimizer: Optimizer) -> bool:
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    temporary = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: b for name, b in module.named_buffers() if name not in temporary}
-
-
 def _tensor_differences(
-    kind: str, saved: dict[str, torch.Tensor], live: dict[str, torch.Tensor] | dict[str, nn.Parameter]
+    kind: str,
+    saved: dict[str, torch.Tensor],
+    live: dict[str, torch.Tensor] | dict[str, nn.Parameter],
+    sharded_alike: bool,
 ) -> list[str]:
     found = [f"{kind} {name}: only in the state" for name in saved if name not in live]
     for name, tensor in live.items():
@@ -427,7 +443,7 @@ def _tensor_differences(
         theirs = saved.get(name)
         if theirs is None:
             found.append(f"{kind} {name}: not in the state")
-        elif theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        elif sharded_alike and (theirs.shape != ours.shape or theirs.dtype != ours.dtype):
             found.append(
                 f"{kind} {name}: shape {tuple(theirs.shape)} {theirs.dtype} in the state, "
                 f"{tuple(ours.shape)} {ours.dtype} on this rank"
@@ -435,24 +451,22 @@ def _tensor_differences(
     return found
 
 
-def _frozen(value: Any) -> Any:
-    """A deep copy that nothing else refers to: tensors detached, cloned and local, NumPy scalars as Python ones."""
+def _plain(value: Any) -> Any:
+    """The same with tensors local and NumPy scalars as Python ones; nothing is copied."""
     if isinstance(value, torch.Tensor):
-        return local(value).clone()
+        return local(value)
     if type(value) is dict:
-        return {key: _frozen(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_frozen(item) for item in value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return copy.deepcopy(value)
+        return type(value)(_plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _put(live: Any, saved: Any, like: torch.Tensor | None = None, shape: list[int] | None = None) -> Any:
     """`saved` as a live value: copied into `live` where that tensor fits, else a new one, sharded as `like` if `shape`
     (its global shape) is given."""
     if not isinstance(saved, torch.Tensor):
-        return _frozen(saved)
+        return copy.deepcopy(saved)
     if isinstance(live, torch.Tensor) and local(live).shape == saved.shape and live.dtype == saved.dtype:
         local(live).copy_(saved)
         return live

@@ -286,7 +286,8 @@ class ShuffleMismatch(Fault):
     """The sampler of `rank` differs from the others' in what it reads for `window` steps, beginning with `step`.
 
     differs: seed (another order: `seed` more than the run's), epoch (the next one's order), rank (it takes the share of the
-    next rank, so that both read the same samples). It belongs to the data.
+    next rank, so that both read the same samples). It belongs to the data. told: the stream says by which order it goes, as
+    torch's DistributedSampler does; false: it says what the others say, and only the samples themselves tell.
     """
 
     kind: ClassVar[str] = "shuffle_mismatch"
@@ -295,6 +296,7 @@ class ShuffleMismatch(Fault):
     rank: int = 1
     differs: Literal["seed", "epoch", "rank"] = "seed"
     seed: int = 1
+    told: bool = True
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,8 @@ class SlowCompute(Fault):
 
 @dataclass(frozen=True)
 class SlowLink(Fault):
-    """Each collective of `rank` during a backward takes `ms` milliseconds longer for `window` steps."""
+    """Each collective of `rank` during a backward, and each message that it sends to a single rank, takes `ms` milliseconds
+    longer for `window` steps."""
 
     kind: ClassVar[str] = "slow_link"
     step: int

@@ -110,6 +110,17 @@ class MismatchedStream(ChangedStream):
         )  # what makes this rank's micro-batches, from their positions alone
         offset = others * data.micro_batch if fault.differs == "rank" else data.offset
         self._other = replace(data, seed=self._other_seed, offset=offset)
+        self._told = fault.told
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the micro-batches are given out by that comes next. The share is a rank's own, and no part of it."""
+        inner = dict(self.inner.order)
+        if self._told and self.inner.position in self._positions:
+            inner["seed"] = self._other_seed
+            if self._ahead:
+                inner["ahead"] = self._ahead
+        return inner
 
     def change(self, batch: Batch) -> Batch:
         position = batch["position"]

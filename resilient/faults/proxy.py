@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from resilient.checkpoint.pieces import Piece
 from resilient.engines.base import CellRows, Counters, Engine, EngineState, Taps
 from resilient.engines.updates import Update
 from resilient.faults.config import Fault
@@ -26,6 +27,7 @@ class EngineProxy:
         self.device = engine.device
         self.per_micro_step = engine.per_micro_step
         self.layers = engine.layers
+        self.per_rank = engine.per_rank
         self.step = 0  # being attempted
         self.attempt = 0  # windows begun in this process
         self.index, self.count = 0, 1  # of the micro-step, 0-based, and how many the window has
@@ -101,8 +103,17 @@ class EngineProxy:
     def capture(self) -> EngineState:
         return self.inner.capture()
 
+    def live(self) -> EngineState:
+        return self.inner.live()
+
     def restore(self, state: EngineState) -> None:
         self.inner.restore(state)
+
+    def pieces(self, state: EngineState) -> list[Piece]:
+        return self.inner.pieces(state)
+
+    def frame(self, source: EngineState) -> EngineState:
+        return self.inner.frame(source)
 
     def close(self) -> None:
         self.inner.close()

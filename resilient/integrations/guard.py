@@ -92,7 +92,7 @@ class Guard:
         self.policy = _policy(policy)
         guard = guard or GuardConfig()
         checkpoint = checkpoint or CheckpointConfig()
-        exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s)
+        exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s, mode=guard.exchange_mode)
         self.rank, self.world = exchange.rank, exchange.world_size
         _no_one_way_data(data)
         feed = WindowFeed(
@@ -106,7 +106,8 @@ class Guard:
         if self.policy.mode == "off":
             engine.close()  # no hook, no tap: nothing is measured
         else:
-            judge = Judge(build_monitor(detector or DetectorConfig()), Ladder(self.policy))
+            monitor = build_monitor(detector or DetectorConfig())
+            judge = Judge(monitor, Ladder(self.policy), exchange.sketch_state)
         if run_dir is not None and not isinstance(run_dir, RunDirectory):
             run_dir = open_run(run_dir, config or {}, exchange, resume=resume)
         self.run: RunDirectory | None = run_dir

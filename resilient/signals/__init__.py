@@ -14,7 +14,9 @@ from resilient.signals.findings import (
     Verdict,
 )
 from resilient.signals.places import PLACES, Place
-from resilient.signals.record import COLUMNS, Flag, Kind, Observation, StepRecord, StepTable
+from resilient.signals.record import COLUMNS, Flag, Kind, Observation, StepRecord
+from resilient.signals.step_sketch import Exchanged, StepSketch
+from resilient.signals.table import StepTable
 
 __all__ = [
     "COLUMNS",
@@ -26,6 +28,7 @@ __all__ = [
     "Checks",
     "Confirmation",
     "Decision",
+    "Exchanged",
     "Finding",
     "Flag",
     "Forecast",
@@ -38,6 +41,7 @@ __all__ = [
     "Severity",
     "StabilityLevel",
     "StepRecord",
+    "StepSketch",
     "StepTable",
     "Verdict",
 ]

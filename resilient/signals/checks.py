@@ -1,11 +1,14 @@
 """What the reduction check compares, and what stands behind a suspicion once it has been looked into.
 
 A gradient reduction is linear, so it can be checked while it happens: for a fixed vector r of signs that all ranks share,
-r.(what a rank sends), summed over the ranks, equals r.(what is received). Both sides ride in the step's one all-reduce.
+r.(what a rank sends), summed over the ranks, equals r.(what is received). Both sides ride in the step's one all-reduce, for
+LANES different r: a change that cancels against one of them hardly cancels against all. Of the first lane both sides are
+told, which is what says who received what; of the others only the difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +16,11 @@ import numpy as np
 from resilient.signals.digest import short_digest
 
 MOST_CELLS = 64
+LANES = 8
+LANE_COLUMNS = tuple(f"check_lane{k}" for k in range(1, LANES))
+CHECK_COLUMNS: tuple[str, ...] = ("check_before", "check_after", "check_sq", "check_size", *LANE_COLUMNS)
+"""What the engines measure, one number per cell each, as `Checks` describes them; a sum over the ranks means something for
+every one of them."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +45,36 @@ class CheckPlan:
 
 @dataclass(frozen=True)
 class Checks:
-    """One attempt's sums, float64 (world, cells), NaN where a rank could not measure.
+    """One attempt's sums, float64 (world, cells), NaN where a rank could not measure. Or (1, cells), the sums over all
+    ranks, with one group of receivers in the plan, where single ranks are not known (sketch mode).
 
     before: r.(what the rank contributed to the mean): already divided by the number of ranks it is averaged over.
     after: r.(the rank's part of the reduced gradient as the optimizer will use it).
     sq: squared L2 of the rank's contribution, as in `before`: the scale for the tolerance.
+    size: the rank's share of the squared L2 of the reduced gradient; the shares of all ranks sum to the whole. None: not
+        known, then the largest is assumed that it can be.
+    lanes: (world, cells, n) for n further vectors r_k: r_k.(contributed) - r_k.(received) / groups of receivers, which
+        must sum to zero over the ranks. None: there are none.
+    world: ranks behind the sums; 0: as many as rows.
     """
 
     plan: CheckPlan
     before: np.ndarray
     after: np.ndarray
     sq: np.ndarray
+    size: np.ndarray | None = None
+    lanes: np.ndarray | None = None
+    world: int = 0
+
+    @classmethod
+    def read(cls, plan: CheckPlan, columns: Mapping[str, np.ndarray], world: int = 0) -> Checks:
+        """columns: CHECK_COLUMNS name -> (rows, cells)."""
+        before, after, sq, size = (columns[name] for name in CHECK_COLUMNS[:4])
+        return cls(plan, before, after, sq, size, np.stack([columns[name] for name in LANE_COLUMNS], axis=-1), world)
+
+    @property
+    def ranks(self) -> int:
+        return self.world or len(self.before)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class RankHistory:
         self.away = np.zeros(ranks)  # steps in a row that a rank has been off
         self.moved = np.zeros(ranks)  # mean gap over those
         self._any_away = False
+        self._make_room()
         self._derive()
 
     def __len__(self) -> int:
@@ -52,8 +53,8 @@ class RankHistory:
         """Take a step in. gap: x - offset - median over the rank's peers. share: (n - 1) / n of a group of n peers, which
         keeps the offsets of a small group from chasing each other. teaches: bool, ranks whose value may be learned from;
         None: all."""
-        size = np.abs(gap)
-        off = size > _SUSPECT * self.sigma
+        size = np.abs(gap, out=self._size)
+        off = size > np.multiply(self.sigma, _SUSPECT, out=self._limit)
         if self._young:
             off &= self.points >= self.start
         any_off = bool(off.any())
@@ -68,9 +69,10 @@ class RankHistory:
     def _learn_all(self, x: np.ndarray, gap: np.ndarray, size: np.ndarray, share: np.ndarray | float) -> None:
         """Every rank has its full memory, and none is off: the usual case, in few passes over the arrays."""
         rate = 1.0 / self.history
-        limit = _CLIP * self.sigma
+        limit = np.multiply(self.sigma, _CLIP, out=self._limit)
         np.minimum(size, limit, out=size)
-        self.offset += (rate * share) * np.copysign(size, gap)
+        signed = np.copysign(size, gap, out=limit)
+        self.offset += np.multiply(signed, rate * share, out=signed)
         self.scale *= 1.0 - rate
         self.scale += np.multiply(size, rate * _ABS_TO_SIGMA, out=size)
         moved = np.subtract(x, self.level, out=limit)
@@ -107,7 +109,12 @@ class RankHistory:
         least = self.points.min(initial=self.history)
         self._young, self._settled = bool(least < self.start), bool(least >= self.history)
         few = 8.0 / self.history if self._settled else 8.0 / np.maximum(self.points, 8.0)
-        self.sigma = np.maximum(self.scale * (1.0 + few), self.floor)  # few points: not so sure of the scale
+        np.multiply(self.scale, 1.0 + few, out=self.sigma)  # few points: not so sure of the scale
+        np.maximum(self.sigma, self.floor, out=self.sigma)
+
+    def _make_room(self) -> None:
+        """`sigma`, and arrays to work in: a large world's are written over and over in place."""
+        self.sigma, self._size, self._limit = (np.empty(len(self.offset)) for _ in range(3))
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the arrays."""
@@ -122,5 +129,6 @@ class RankHistory:
         for name in cls._ARRAYS:
             setattr(made, name, np.array(state[name], dtype=np.float64))
         made._any_away = bool(made.away.any())
+        made._make_room()
         made._derive()
         return made

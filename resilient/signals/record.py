@@ -1,7 +1,8 @@
 """What one rank measures of one attempt, and how all ranks' measurements travel and are read.
 
 `StepRecord` (one rank) -> `pack` (a float64 row on the device) -> one all-reduce (coordinator/exchange)
--> `StepTable` (all ranks, numpy) -> `Observation` (what detectors read, also built from log files).
+-> `StepTable` (signals/table.py) or `StepSketch` (signals/step_sketch.py), of all ranks, on the host
+-> `Observation` (what detectors read, also built from log files).
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from resilient.signals.checks import CheckPlan, Checks
+from resilient.signals.checks import CHECK_COLUMNS, Checks
 from resilient.signals.digest import short_digest
+
+if TYPE_CHECKING:
+    from resilient.signals.sketch import SketchSummary
 
 # The wire format: one float64 per name, in this order. float64 keeps integers exact up to 2**53, so counters and
 # 48-bit digests ride along unharmed. Append only; every reader goes by name.
@@ -59,6 +63,8 @@ COLUMNS: tuple[str, ...] = (
     "digest_batch",  # 48 bits of the window's content: equal on two ranks if they were fed the same samples
     "check_plan",  # 48 bits of the reduction check's plan as this rank's engine has it; 0: none
     "digest_sampler",  # 48 bits of the sampler's seed, epoch and split: must be equal on all ranks; NaN: unknown
+    # The smallest digests of single samples in the window, ascending; NaN: there are none, or they cannot be told apart.
+    *(f"digest_sample_{i}" for i in range(4)),
 )
 # Behind them a tail with one number per layer group each, once the ranks have agreed on the groups (S3); NaN: not measured.
 LAYER_COLUMNS: tuple[str, ...] = (
@@ -66,11 +72,10 @@ LAYER_COLUMNS: tuple[str, ...] = (
     "layer_update_sq_share",  # `update_sq_share` by group
     "layer_lag_share",  # share of the mean of g^2/v (Adam) in the last applied step
 )
-# And behind those one number per cell of the reduction check each, where the engine has one; NaN: not measured.
-CHECK_COLUMNS: tuple[str, ...] = ("check_before", "check_after", "check_sq")
+# And behind those one number per cell of the reduction check for each of CHECK_COLUMNS, where the engine has one; NaN: not
+# measured.
 INDEX: Mapping[str, int] = {name: i for i, name in enumerate(COLUMNS)}
 DIGESTS = tuple(name for name in COLUMNS if name.startswith("digest_"))
-_DIGEST_COLUMNS = [INDEX[name] for name in DIGESTS]
 
 
 class Kind:
@@ -89,13 +94,14 @@ class Flag:
     GUARD_FAILED = 1 << 0  # this rank's guard broke: everybody goes on unguarded, together
     TELEMETRY_FAILED = 1 << 1  # this rank cannot write its journal
     PREEMPTED = 1 << 2  # this rank received TERM or USR1
-    BLIND = 1 << 3  # a registered tap never reported on this rank
+    BLIND = 1 << 3  # no gradient has reached this rank's guard before this attempt
     SCHEDULE = 1 << 4  # LR or schedule position is wrong on this rank
     COUNTERS = 1 << 5  # engine, step and data positions disagree on this rank
     CHECKPOINT = 1 << 6  # this rank was asked to checkpoint at the next quiescent point
     NO = 1 << 7  # in a VOTE: this rank votes no
     LR = 1 << 8  # rank 0: a request asks for the LR factor in `asked`
     ROLLBACK = 1 << 9  # rank 0: a request asks to go back before the step in `asked`, 0: to the newest good snapshot
+    NO_OUTPUT = 1 << 10  # no output of the model has reached this rank's guard before this attempt
 
 
 def row_width(layers: int, cells: int = 0) -> int:
@@ -153,6 +159,10 @@ class StepRecord:
     digest_batch: Any = math.nan
     check_plan: float = 0.0
     digest_sampler: float = math.nan
+    digest_sample_0: Any = math.nan
+    digest_sample_1: Any = math.nan
+    digest_sample_2: Any = math.nan
+    digest_sample_3: Any = math.nan
     layers: Mapping[str, Any] = field(default_factory=dict)  # LAYER_COLUMNS name -> (groups,) tensor
     checks: Mapping[str, Any] = field(default_factory=dict)  # CHECK_COLUMNS name -> (cells,) tensor
 
@@ -169,6 +179,7 @@ class Observation:
     per_rank: signal -> float64 array of shape (world,).
     peers: peer groups, tuples of global ranks that differ only in data; ranks are compared inside a group only.
     checks: the sums of the reduction check, where the engine has one.
+    sketch: in sketch mode what is known of the ranks instead of per_rank, which is empty then.
     """
 
     step: int
@@ -177,150 +188,33 @@ class Observation:
     per_rank: Mapping[str, np.ndarray] = field(default_factory=dict)
     peers: tuple[tuple[int, ...], ...] = ()
     checks: Checks | None = None
-
-
-class StepTable:
-    """All ranks' records of one attempt: float64 array (world, row_width(...)), bit-identical on every rank.
-
-    layers: names of the layer groups that the tail is about. plan: of the reduction check, whose cells follow."""
-
-    def __init__(
-        self,
-        rows: np.ndarray,
-        peers: Sequence[Sequence[int]] | None = None,
-        layers: Sequence[str] = (),
-        plan: CheckPlan | None = None,
-    ) -> None:
-        width = row_width(len(layers), len(plan.names) if plan is not None else 0)
-        if rows.ndim != 2 or rows.shape[1] != width:
-            raise ValueError(f"a StepTable needs shape (world, {width}), got {rows.shape}")
-        self.layers = tuple(layers)
-        self.plan = plan
-        self.rows = np.ascontiguousarray(rows, dtype=np.float64)
-        self.peers = tuple(tuple(p) for p in peers) if peers is not None else (tuple(range(rows.shape[0])),)
+    sketch: SketchSummary | None = None
 
     @property
-    def world_size(self) -> int:
-        return int(self.rows.shape[0])
+    def world(self) -> int:
+        """Number of ranks; 0: they are not known (a log file)."""
+        if self.sketch is not None:
+            return self.sketch.world
+        return len(next(iter(self.per_rank.values()), ()))
 
-    def column(self, name: str) -> np.ndarray:
-        """(world,) float64 values of one column, in rank order."""
-        return self.rows[:, INDEX[name]]
+    def largest(self, name: str) -> float:
+        """Largest value of a column over the ranks; NaN if any is NaN, or none is known."""
+        if self.sketch is not None:
+            return self.sketch.peaks[name]
+        return float(self.per_rank[name].max()) if name in self.per_rank else math.nan
 
-    def layer_column(self, name: str) -> np.ndarray:
-        """(world, groups) float64 values of one of LAYER_COLUMNS."""
-        groups = len(self.layers)
-        start = len(COLUMNS) + LAYER_COLUMNS.index(name) * groups
-        return self.rows[:, start : start + groups]
+    def total(self, name: str) -> float:
+        """Sum of a column over the ranks; NaN if it is not known."""
+        if self.sketch is not None:
+            return self.sketch.totals[name]
+        return float(self.per_rank[name].sum()) if name in self.per_rank else math.nan
 
-    def checks(self) -> Checks | None:
-        """The sums of the reduction check."""
-        if self.plan is None:
-            return None
-        start, cells = len(COLUMNS) + len(LAYER_COLUMNS) * len(self.layers), len(self.plan.names)
-        before, after, sq = (self.rows[:, start + i * cells : start + (i + 1) * cells] for i in range(3))
-        return Checks(self.plan, before, after, sq)
-
-    @property
-    def step(self) -> int:
-        return int(self.column("step")[0])
-
-    @property
-    def attempt(self) -> int:
-        return int(self.column("attempt")[0])
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over ranks, weighted by tokens when counts are known. Non-finite if any contributing rank's is."""
-        loss, tokens = self.column("loss"), self.column("tokens")
-        if tokens.sum() > 0:
-            carrying = tokens > 0
-            return float(np.average(loss[carrying], weights=tokens[carrying]))
-        return float(loss.mean())
-
-    @property
-    def grad_norm(self) -> float:
-        """Global L2 over all parameters, after reduction, before clipping, unscaled (BR-45)."""
-        total = float(self.column("reduced_sq_share").sum())
-        return math.sqrt(total) if total >= 0 else math.nan  # NaN fails the comparison and stays NaN
-
-    @property
-    def tokens(self) -> float:
-        return float(self.column("tokens").sum())
-
-    @property
-    def next_tokens(self) -> float:
-        return float(self.column("next_tokens").sum())
-
-    @property
-    def all_have_next(self) -> bool:
-        return bool((self.column("has_next") > 0).all())
-
-    def ranks_where(self, mask: np.ndarray) -> tuple[int, ...]:
-        return tuple(int(r) for r in np.flatnonzero(mask))
-
-    def ranks_flagged(self, flag: int) -> tuple[int, ...]:
-        return self.ranks_where(self.column("flags").astype(np.int64) & flag != 0)
-
-    def observation(self) -> Observation:
-        """The table as detectors read it: global signals plus per-rank columns."""
-        values = {
-            "loss": self.loss,
-            "loss_max": float(self.column("loss_max").max()),
-            "grad_norm": self.grad_norm,
-            "loss_scale": float(self.column("loss_scale")[0]),
-            "lr": float(self.column("lr")[0]),
-        }
-        for name in ("logit_max", "attention_logit_max"):
-            peaks = self.column(name)
-            if not np.isnan(peaks).all():
-                values[name] = float(np.nanmax(peaks))
-        entropy = self.column("attention_entropy")
-        if np.isfinite(entropy).any():
-            values["attention_entropy"] = float(entropy[np.isfinite(entropy)].mean())
-        for name, share in (("weight_norm", "weight_sq_share"), ("update_norm", "update_sq_share")):
-            total = float(self.column(share).sum())
-            if math.isfinite(total):
-                values[name] = math.sqrt(total)
-        for name in ("eval_loss", "entropy", "repetition"):
-            told = self.column(name)
-            if not np.isnan(told).all():
-                values[name] = float(np.nanmean(told))  # ranks that evaluated together told the same
-                values["eval_step"] = float(self.step - 1)  # of the weights that were evaluated
-        values["longest"] = float(self.column("longest").max())
-        values["padding"] = float(self.column("padding").mean())
-        values.update(self._by_layer())
-        per_rank = {
-            name: self.column(name)
-            for name in (
-                "loss",
-                "local_grad_norm",
-                "nonfinite_forward",
-                "nonfinite_loss",
-                "nonfinite_backward",
-                "reduced_sq_share",
-                "tokens",
-                "compute_s",
-                "wait_s",
-                "collective_s",
-            )
-        }
-        known = np.any(~np.isnan(self.rows[:, _DIGEST_COLUMNS]), axis=0)
-        per_rank.update((name, self.column(name)) for name, there in zip(DIGESTS, known, strict=True) if there)
-        return Observation(self.step, self.attempt, values, per_rank, self.peers, self.checks())
-
-    def _by_layer(self) -> dict[str, float]:
-        """grad_norm/<group> of this attempt, NaN where it is not finite; of the last applied step, where it was measured,
-        update_norm/<group>, adam_lag/<group> (RMS of g^2/v) and adam_lag, the largest of them."""
-        values: dict[str, float] = {}
-        with np.errstate(invalid="ignore"):  # shares of an overflow may add up to NaN
-            for name, column in zip(("grad_norm", "update_norm", "adam_lag"), LAYER_COLUMNS, strict=True):
-                norms = np.sqrt(self.layer_column(column).sum(axis=0))
-                if name == "grad_norm" or (len(norms) and np.isfinite(norms).all()):
-                    values.update(zip((f"{name}/{layer}" for layer in self.layers), norms.tolist(), strict=True))
-                    if name == "adam_lag":
-                        values[name] = float(norms.max())
-        return values
+    def unfed(self, ranks: Sequence[int]) -> bool:
+        """None of these ranks has a token that carries loss, as far as is known of them."""
+        if self.sketch is not None:
+            return set(ranks) <= set(self.sketch.named.get("no tokens", (0, ()))[1])
+        tokens = self.per_rank.get("tokens")
+        return tokens is not None and max(ranks) < len(tokens) and not (tokens[list(ranks)] > 0).any()
 
 
 assert {*COLUMNS, "layers", "checks"} == set(StepRecord.__dataclass_fields__), "StepRecord and the wire format differ"

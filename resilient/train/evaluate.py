@@ -16,7 +16,6 @@ from resilient.engines.base import Engine
 from resilient.train.data import IGNORED, Corpus, DataConfig
 from resilient.train.model import set_probe
 
-
 _PASSES = 8  # between two looks at whether the job has to leave
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from resilient.bench.attribution import clean
 from resilient.bench.attribution.clean import judge_clean
+from resilient.bench.attribution.live import NONFINITE, RECORDED
+from resilient.bench.attribution.local_rules import LocalChecks, SkipStep, heard_by_peers
 from resilient.bench.attribution.peers import detected_by_peers
-from resilient.bench.attribution.run import chosen, main
+from resilient.bench.attribution.run import Kept, chosen, main
 from resilient.bench.attribution.score import score, total
 from resilient.bench.simulated import SimulatedRun
 from resilient.signals.record import INDEX
@@ -63,6 +65,12 @@ def test_data_left_out_for_a_machine_counts_against_and_a_pair_is_enough_where_t
     assert score(run(told(ranks=(0, 1)), truth=pair)).ranks == 1
     assert score(run(told(ranks=(0, 1)))).ranks == 0
     assert score(run(told(ranks=()), truth={**TRUTH, "ranks": []})).ranks == 1
+    link = {
+        **TRUTH,
+        "kind": "slow_link",
+        "cause": "communication",
+    }  # of two ranks both are its ends; of four, two are not
+    assert [score(run(told(ranks=(0, 1)), truth=link, world=w)).ranks for w in (2, 4)] == [1, 0]
 
 
 def test_every_engine_has_clean_controls_and_a_fault_of_each_cause():
@@ -96,6 +104,72 @@ def test_public_rules_are_armed_before_the_fault_and_see_a_spike():
     assert rows["B6"][1] == "1/1" and rows["B0"][1] == "0/1"
 
 
+def recorded(world: int = 2, at: int = 40, **changes: tuple[int, float]) -> dict[str, Any]:
+    """A run's tables: one value of one rank is multiplied in step `at`. A factor of NaN: a flag is set instead."""
+    rng = np.random.default_rng(1)
+    rows: dict[str, Any] = {"step": list(range(1, 57))}
+    rows["grad_norm"] = (1.0 + 0.01 * rng.standard_normal(56)).tolist()
+    for name in RECORDED:
+        quiet = name in NONFINITE
+        values = np.zeros((56, world)) if quiet else 2.0 + 0.01 * rng.standard_normal((56, world))
+        if name in changes:
+            rank, factor = changes[name]
+            values[at - 1, rank] = 1.0 if quiet else values[at - 1, rank] * factor
+            if name == "local_grad_norm":
+                rows["grad_norm"][at - 1] *= factor
+        rows[name] = values.tolist()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "skipped", "named"),
+    [
+        ({"local_grad_norm": (1, 1000.0)}, 1, 1),
+        ({"local_grad_norm": (1, 5.0)}, 1, 0),  # not ten times the largest of the first 100
+        ({"local_grad_norm": (0, 1000.0)}, 1, 0),  # it names a rank, and that is another one
+        ({"nonfinite_backward": (1, 1.0)}, 0, 1),
+        ({}, 0, 0),
+    ],
+)
+def test_peers_are_fed_with_the_same_tables(changes: dict[str, Any], skipped: int, named: int):
+    runs = [run(rows=recorded(**changes)), run(rows=recorded(), truth=None)]
+    heard = heard_by_peers(runs)["s"]
+    assert (heard.runs, heard.skipped, heard.named) == (1, skipped, named)
+    assert (heard.skipped_clean, heard.fired_clean, heard.clean) == (0, 0, 20 + 37)
+
+
+def test_the_rules_of_peers_behave_as_theirs_do():
+    """OLMo-core: silent for 64 values, a NaN skips and stays in the window. Megatron: the largest of 100 is kept for good."""
+    rng = np.random.default_rng(0)
+    skip = SkipStep()
+    said = [skip.skips(9.0 if i == 40 else 2.0 + 0.01 * rng.standard_normal(), 1.0) for i in range(63)]
+    assert not any(said)
+    skip = SkipStep()
+    values = 2.0 + 0.01 * rng.standard_normal(400)
+    values[[150, 200]] = 9.0, np.nan
+    said = [skip.skips(v, 1.0) for v in values.tolist()]
+    assert np.flatnonzero(said).tolist() == [150, *range(200, 329)]
+    checks = LocalChecks()
+    assert not any(checks.fires(2.0, 1.0) for _ in range(99)) and not checks.fires(2.0, 1.0)
+    assert [checks.fires(2.0, n) for n in (9.9, 10.0, 11.0, float("nan"))] == [False, True, True, True]
+
+
+def test_what_was_interrupted_goes_on_and_a_line_that_was_cut_off_is_dropped(tmp_path: Path):
+    path = tmp_path / "found.json.runs.jsonl"
+    kept = Kept(path)
+    kept.add(run(seed=0))
+    kept.add(run(seed=1))
+    with path.open("a") as file:
+        file.write('{"scenario": "s", "engi')
+    again = Kept(path, resume=True)
+    assert [r["seed"] for r in again.runs] == [0, 1]
+    assert again.has("ddp", 2, "s", 1) and not again.has("ddp", 2, "s", 2) and not again.has("ddp", 4, "s", 1)
+    again.add(run(seed=2))
+    assert [r["seed"] for r in Kept(path, resume=True).runs] == [0, 1, 2]
+    assert Kept(path).runs == [] and path.read_text() == ""
+    assert main(["--resume"]) == 64
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_one_scenario_from_the_command_line(tmp_path: Path):
@@ -105,4 +179,7 @@ def test_one_scenario_from_the_command_line(tmp_path: Path):
     (one,) = found["runs"]
     assert one["told"][0]["cause"] == "compute" and one["told"][0]["ranks"] == [1]
     assert all(check["ok"] for check in found["checks"])
+    resumed = [*words, "--resume", "--format", "text", "--out", str(tmp_path / "found.json")]
+    assert main(resumed) == 0  # nothing is left to run
+    assert "spike x1000" in (tmp_path / "found.json").read_text()
     assert main(["--out", str(tmp_path / "no" / "folder.json")]) == 64

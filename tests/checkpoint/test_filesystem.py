@@ -285,9 +285,17 @@ def retention(rank: int, world: int, root: str) -> dict[str, Any]:
 
 
 def node_local(rank: int, world: int, root: str) -> dict[str, Any]:
-    """Each rank has a folder of its own: refused on both, clearly and soon."""
-    own = store(f"{root}/node{rank}", rank, world, visible_s=0.3)
-    return {"load": raised(own.load), "save": own.save(snapshot(5, rank)), "problem": own.problem}
+    """Each rank has a folder of its own: seen by the probe, a manifest in each."""
+    own = store(f"{root}/node{rank}", rank, world, visible_s=0.5)
+    saved = own.save(snapshot(5, rank))
+    loaded = store(f"{root}/node{rank}", rank, world, visible_s=0.5, generation=1).load()
+    complete = list_checkpoints(own.folder).complete
+    return {
+        "saved": saved,
+        "same": loaded is not None and same(vars(loaded), vars(snapshot(5, rank))),
+        "ranks": [c.manifest.ranks for c in complete],
+        "domains": own.layout().domains,
+    }
 
 
 def traces(rank: int, world: int, root: str) -> dict[str, Any]:
@@ -308,16 +316,16 @@ def late_visibility(rank: int, world: int, root: str) -> dict[str, Any]:
     """BR-28: rank 1 sees new files late. It waits; save returns there after the commit, load finds the same step."""
     import time
 
-    from resilient.checkpoint import filesystem
+    from resilient.checkpoint import commit, loading
 
-    patient = filesystem.wait_until
+    patient = commit.wait_until
     if rank == 1:
 
         def late(condition: Callable[[], bool], timeout_s: float) -> bool:
             visible_from = time.monotonic() + 0.4
             return patient(lambda: time.monotonic() > visible_from and condition(), timeout_s)
 
-        filesystem.wait_until = late
+        commit.wait_until = loading.wait_until = late
     try:
         ours = store(root, rank, world)
         saved = ours.save(snapshot(5, rank))
@@ -325,7 +333,7 @@ def late_visibility(rank: int, world: int, root: str) -> dict[str, Any]:
         committed = (ours.folder / "step-00000005-a00000005" / MANIFEST).stat().st_mtime
         loaded = store(root, rank, world).load()
     finally:
-        filesystem.wait_until = patient
+        commit.wait_until = loading.wait_until = patient
     return {"saved": saved, "after commit": returned >= committed, "step": loaded and loaded.step}
 
 
@@ -436,14 +444,14 @@ def test_one_flipped_bit_on_one_rank_sends_both_to_the_next_older(seen: list[dic
 
 def test_nothing_usable_stops_unless_told_to_start_afresh(seen: list[dict[str, Any]]) -> None:
     """BR-25."""
-    for rank in seen:
+    for number, rank in enumerate(seen):
         (kind, text), forced = rank["flipped_byte"]["all damaged"]
         assert kind == "NothingUsable"
         assert "on_no_valid_checkpoint" in text
         assert forced is None
         kind, text = rank["traces"]["stop"]
         assert kind == "NothingUsable"
-        assert "steps.jsonl" in text
+        assert ("steps.jsonl" if number == 0 else "as another rank sees") in text
         assert rank["traces"]["fresh"] is None
     assert NothingUsable.exit_code == 77
     assert issubclass(NothingUsable, CheckpointError)
@@ -497,13 +505,11 @@ def test_retention_keeps_the_newest_by_commit_and_never_loses_the_last(seen: lis
         assert found["orphans left"] == 1, "the newest broken one stays for inspection"
 
 
-def test_node_local_folders_are_refused(seen: list[dict[str, Any]]) -> None:
-    """BR-34."""
-    for rank in seen:
-        assert rank["node_local"]["load"][0] == "CheckpointError"
-        assert rank["node_local"]["save"] is False
-    assert "all ranks must share the checkpoint folder" in seen[1]["node_local"]["load"][1]
-    assert "all ranks must share the checkpoint folder" in seen[1]["node_local"]["problem"]
+def test_node_local_folders_have_a_manifest_each(seen: list[dict[str, Any]]) -> None:
+    """BR-27, BR-34."""
+    for number, rank in enumerate(seen):
+        found = rank["node_local"]
+        assert found == {"saved": True, "same": True, "ranks": [(number,)], "domains": ((0,), (1,))}
 
 
 def test_save_returns_after_the_commit_where_files_show_up_late(seen: list[dict[str, Any]]) -> None:

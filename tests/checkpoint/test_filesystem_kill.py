@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ class Vote:
 
     def __init__(self, world: int) -> None:
         self.said = FORK.Array("b", world)
+        self.told = FORK.Array("d", world * 512)
         self.barrier: Barrier = FORK.Barrier(world, timeout=15)
 
     def of(self, rank: int) -> Callable[[bool], bool]:
@@ -45,6 +47,16 @@ class Vote:
 
         return vote
 
+    def gather(self, rank: int) -> Callable[[torch.Tensor], np.ndarray]:
+        def gather(vector: torch.Tensor) -> np.ndarray:
+            self.told[rank * 512 : rank * 512 + len(vector)] = vector.tolist()
+            self.barrier.wait()
+            answer = np.array(self.told[:]).reshape(-1, 512)[:, : len(vector)]
+            self.barrier.wait()
+            return answer
+
+        return gather
+
 
 def snapshot(step: int, rank: int) -> Snapshot:
     state = torch.full((50_000,), float(1000 * step + rank))
@@ -52,12 +64,13 @@ def snapshot(step: int, rank: int) -> Snapshot:
     return Snapshot(step, step, step, 0.1, step, parts, Snapshot.digest_parts(parts))
 
 
-def store(folder: Path, rank: int, vote: Callable[[bool], bool], generation: int) -> FilesystemStore:
+def store(folder: Path, rank: int, vote: Vote, generation: int) -> FilesystemStore:
     return FilesystemStore(
         folder,
         rank=rank,
         world=2,
-        vote=vote,
+        vote=vote.of(rank),
+        gather=vote.gather(rank),
         keep=1,
         run_id="r",
         generation=generation,
@@ -124,7 +137,7 @@ class _Dying:
 def start(rank: int, folder: Path, vote: Vote, loaded: Any, step: int, victim: int, nth: int) -> None:
     """One start of the job: load, then save `step` with a death in it (nth 0: without)."""
     torch.set_num_threads(1)
-    ours = store(folder, rank, vote.of(rank), generation=step)
+    ours = store(folder, rank, vote, generation=step)
     found = ours.load()
     if found is not None:
         assert Snapshot.digest_parts(found.parts) == snapshot(found.step, rank).digests, "not a byte of another step"

@@ -61,7 +61,7 @@ def test_what_falls_out_is_spare_unless_it_is_lent():
 
 
 def test_a_budget_leaves_two():
-    ring = MemoryRing(SnapshotConfig(keep=4, budget_mb=3 * 1024 / 2**20))
+    ring = MemoryRing(SnapshotConfig(keep=4, budget_mb=4 * 1024 / 2**20))
     assert ring.fits(snapshot(1).bytes) == 3 and MemoryRing(SnapshotConfig(keep=4)).fits(1 << 40) == 4
     ring.limit(3)
     for step in range(1, 8):

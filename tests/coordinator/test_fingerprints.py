@@ -22,11 +22,13 @@ from resilient.checkpoint.rng import capture_rng, restore_rng, stream_digest
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.fingerprints import (
+    SAMPLES,
     Fingerprints,
     _mixed,
     batch_digest,
     dropouts,
     rng_digests,
+    sample_digests,
     split_of,
 )
 from resilient.signals import StepRecord
@@ -131,6 +133,46 @@ def test_s18_digests_of_a_device_are_mixed_there_into_48_bits() -> None:
     mixed = [_mixed(7, digests[i : i + 2]) for i in range(49)] + [_mixed(8, digests[:2]), _mixed(7, digests[1::-1])]
     assert all(m.dtype is torch.float64 and m.dim() == 0 and float(m) == int(m) and 0 <= m < 2**48 for m in mixed)
     assert len({float(m) for m in mixed}) == len(mixed)
+
+
+# -- samples ------------------------------------------------------------------------------------------------------------
+
+
+def test_s18_a_sample_has_one_digest_wherever_it_is_read() -> None:
+    x = tokens(8, 33)
+    expected = sample_digests([{"input_ids": x, "labels": x + 1}])
+    assert len(expected) == SAMPLES and expected == sorted(expected)
+    assert all(d == int(d) and 0 <= d < 2**48 for d in expected)
+    padded = torch.cat([torch.cat([x[:4], torch.zeros(4, 1).long()], 1), torch.zeros(4, 34).long()])
+    for batches in (
+        [{"input_ids": x.flip(0)}],
+        [{"input_ids": x[5:]}, {"input_ids": x[:5]}],
+        [(x, torch.rand(8))],
+        [{"a": torch.rand(8, 3), "ids": x.int()}],
+        [{"input_ids": torch.cat([x, torch.full((3, 33), 7)])}],  # rows of one number are padding
+    ):
+        assert sample_digests(batches) == expected
+    zeros = torch.cat([x[:4], torch.zeros(4, 2).long()], 1)
+    assert sample_digests([zeros]) == sample_digests([padded])  # padding to another length
+    assert not set(sample_digests([{"input_ids": x}], epoch=3)) & set(expected)  # a later pass is another thing
+    few = sample_digests([x[:2]])
+    assert few[:2] == sorted(few[:2]) and all(math.isnan(d) for d in few[2:])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_s18_any_number_of_a_short_sample_counts(kind: torch.dtype) -> None:
+    x = (tokens(1, 40) % 200).to(kind)
+    found = {sample_digests([x])[0]}
+    for at in range(40):
+        changed = x.clone()
+        changed[0, at] += 1
+        found.add(sample_digests([changed])[0])
+    assert len(found) == 41
+
+
+def test_s18_what_holds_no_samples_has_no_digests() -> None:
+    for batches in ([], [torch.rand(4)], [{"input_ids": torch.zeros(3)}], ["text"], [torch.zeros(4, 4).to_sparse()]):
+        assert all(math.isnan(d) for d in sample_digests(batches)), batches
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from resilient.detectors.reduction import ReductionCheck, located
+from resilient.detectors.reduction import ReductionCheck, located, rounding
 from resilient.signals import CheckPlan, Checks, Finding, Located, Observation, Severity
 
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -172,17 +174,33 @@ class TestNaming:
         (found,) = detector.observe(changed(ahead, after=after))
         assert found.ranks == () and "second pass" in found.message and found.severity is Severity.ACT
 
-    def test_changes_spread_over_a_bucket_are_missed_as_rarely_as_said(self) -> None:
-        """Its projection is normal, so a share of them falls below the limit: in fp32 at 1e-3 less than one in 100."""
-        rng = np.random.default_rng(5)
-        detector, ahead = after_some(4, sharded=True)
-        _, after, sq = sums(ahead)
-        missed = 0
-        for z in rng.standard_normal(1000):
-            wrong = after.copy()
-            wrong[1, 0] += 1e-3 * z * np.sqrt(sq[:, 0].sum())
-            missed += not detector.observe(changed(ahead, after=wrong))
-        assert missed <= 10
+    def test_a_change_that_cancels_on_the_first_lane_shows_on_another(self) -> None:
+        """C2: and it is left to the second pass who received it, also where each rank receives everything."""
+        for sharded in (False, True):
+            detector, ahead = after_some(sharded=sharded)
+            checks = ahead.checks
+            assert checks is not None
+            lanes = np.zeros((*checks.before.shape, 7))
+            assert detector.observe(changed(ahead, lanes=lanes)) == []
+            lanes[2, 1, 4] = -1e-3 * np.sqrt(checks.sq[:, 1].sum())
+            (found,) = detector.observe(changed(ahead, lanes=lanes))
+            assert found.severity is Severity.ACT and found.ranks == () and found.message.startswith("bucket 1:")
+            assert detector.failed_cells(changed(ahead, lanes=lanes)) == (1,)
+
+    def test_sums_of_all_ranks_judge_like_the_ranks_themselves(self) -> None:
+        """Sketch mode: single ranks are not known; the number of ranks is."""
+        _, ahead = after_some(8, "bf16", sharded=True)
+        checks = ahead.checks
+        assert checks is not None
+        parts = (checks.before, checks.after, checks.sq)
+        plan = replace(checks.plan, receivers=((0,),))
+        before, after, sq = (part.sum(axis=0, keepdims=True) for part in parts)
+        together = replace(ahead, checks=Checks(plan, before, after, sq, sq, world=8))
+        assert ReductionCheck().observe(together) == []
+        wrong = replace(ahead, checks=Checks(plan, before, after + 5e-2 * np.sqrt(sq), sq, sq, world=8))
+        assert len(ReductionCheck().failed_cells(wrong)) == 2
+        (found,) = ReductionCheck().observe(replace(together, checks=Checks(plan, before, 2 * before, sq, sq, world=8)))
+        assert found.ranks == () and "rank 0" not in found.message, "a sum over all ranks is no rank's contribution"
 
     def test_not_finite_on_one_receiver_and_on_all(self) -> None:
         """BR-03: all that was sent is finite."""
@@ -338,3 +356,23 @@ def test_the_second_pass_names_rank_and_parameters() -> None:
     named = located(found, places)
     assert named.ranks == (2,) and "layers.1.weight" in named.message and named.score == found.score
     assert located(found, []).ranks == () and "found nothing" in located(found, []).message
+
+
+@given(
+    world=st.integers(2, 4096),
+    square=st.floats(1e-12, 1e12),
+    coherent=st.floats(0.0, 1.0),
+    spread=st.floats(0.0, 10.0),
+    unit=st.sampled_from(sorted(UNIT.values())),
+)
+def test_rounding_grows_with_the_sum_and_with_what_is_not_known(
+    world: int, square: float, coherent: float, spread: float, unit: float
+) -> None:
+    """The tolerance scales with the gradient, is at least that of one rounding, and largest where least is known."""
+    size = np.array(square * (1 + coherent * (world - 1)))
+    sigma = rounding(unit, world, np.array(square), size, spread)
+    assert sigma >= 0.43 * unit * np.sqrt(square)
+    np.testing.assert_allclose(rounding(unit, world, 4 * np.array(square), 4 * size, spread), 2 * sigma, rtol=1e-9)
+    assert rounding(unit, world, np.array(square), size) >= sigma * (1 - 1e-12)
+    most = rounding(unit, world, np.array(square), np.array(np.nan))
+    assert most >= rounding(unit, world, np.array(square), np.array(world * square)) * (1 - 1e-12)

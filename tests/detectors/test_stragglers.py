@@ -165,3 +165,103 @@ class TestTheWire:
     def test_a_slower_wire_that_stays_is_accepted(self):
         found = observe_all(Stragglers(StragglersConfig()), steps=400, transfer=lambda step: 0.02 if step < 60 else 0.5)
         assert max(found) == 60 + 255
+
+
+Change = Callable[[int, np.ndarray, np.ndarray, np.ndarray], None]
+"""(step, compute, waits, reduction) of all ranks, to be changed in place."""
+
+
+def watch(
+    change: Change, *, world: int = 4, steps: int = 80, spent: bool = True, jitter: float = 0.05
+) -> list[Finding]:
+    """All ranks begin and end a step together; compute takes 0.1 s."""
+    detector, rng, found = Stragglers(StragglersConfig()), np.random.default_rng(world), []
+    for step in range(1, steps + 1):
+        compute = 0.1 * np.exp(jitter * rng.standard_normal(world))
+        waits = compute.max() - compute + 0.005 * np.exp(0.3 * rng.standard_normal(world))
+        reduction = waits + 0.002
+        change(step, compute, waits, reduction)
+        per_rank = {"compute_s": compute, "collective_s": waits}
+        if spent:
+            per_rank["reduce_s"] = reduction
+        observation = Observation(step, step, {}, per_rank, (tuple(range(world)),))
+        findings = detector.observe(observation)
+        detector.absorb(observation, findings, True)
+        found += findings
+    return found
+
+
+def held(rank: int, seconds: float, start: int = 30, handing_over: bool = True) -> Change:
+    """What `rank` sends comes late: all others wait for it, and it for nobody."""
+
+    def change(step: int, compute: np.ndarray, waits: np.ndarray, reduction: np.ndarray) -> None:
+        if step >= start:
+            others = np.arange(len(waits)) != rank
+            waits[others] += seconds
+            reduction[others] += seconds
+            reduction[rank] += seconds if handing_over else 0.0
+
+    return change
+
+
+class TestTheLinkOfOneRank:
+    @pytest.mark.parametrize("spent", [True, False])
+    @pytest.mark.parametrize("world", [2, 3, 4, 64])
+    def test_the_rank_that_waits_least_while_the_others_wait_is_named(self, world: int, spent: bool):
+        found = watch(held(1, 0.3), world=world, spent=spent)
+        assert found and {(f.signal, f.ranks, f.severity, f.statistic) for f in found} == {
+            ("collective_s", (1,), Severity.WARN, "time")
+        }
+        assert found[0].step <= 30 + 15 and found[0].onset_step == 30
+        assert found[0].value is not None and found[0].reference is not None and found[0].value < found[0].reference
+
+    def test_a_rank_that_begins_late_is_none(self):
+        """It logs, evaluates or saves between two steps: it has spent no time on handing its collectives over."""
+        assert not watch(held(0, 0.3, handing_over=False))
+
+    def test_a_slow_computer_is_one_of_compute(self):
+        def change(step: int, compute: np.ndarray, waits: np.ndarray, reduction: np.ndarray) -> None:
+            if step >= 30:
+                compute[1] += 0.3
+                waits[:] += 0.3
+                waits[1] -= 0.3
+                reduction[:] = waits + 0.002
+
+        assert {f.signal for f in watch(change)} == {"compute_s"}
+
+    def test_a_wire_that_all_wait_for_names_nobody(self):
+        def change(step: int, compute: np.ndarray, waits: np.ndarray, reduction: np.ndarray) -> None:
+            if step >= 30:
+                waits += 0.5
+                reduction += 0.5
+
+        assert {(f.signal, f.ranks) for f in watch(change)} == {("collective_s", ())}
+
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_load_on_the_machine_names_nobody(self, world: int):
+        """Any rank is put to sleep for a third of a second in every other step, wherever it is; 2,000 steps."""
+        rng = np.random.default_rng(5)
+
+        def change(step: int, compute: np.ndarray, waits: np.ndarray, reduction: np.ndarray) -> None:
+            if rng.random() < 0.5:
+                held(int(rng.integers(world)), 0.3 * rng.random(), start=0)(step, compute, waits, reduction)
+
+        assert not watch(change, world=world, steps=2000, jitter=0.3)
+
+    def test_rewinds_exactly(self):
+        detector, twin = Stragglers(StragglersConfig()), Stragglers(StragglersConfig())
+
+        def run(one: Stragglers, first: int, last: int) -> list[list[Finding]]:
+            found = []
+            for step in range(first, last):
+                waits = np.array([0.4, 0.0, 0.4]) if step >= 20 else np.full(3, 0.01)
+                per_rank = {"compute_s": np.full(3, 0.1), "collective_s": waits}
+                observation = Observation(step, step, {}, per_rank, ((0, 1, 2),))
+                found.append(one.observe(observation))
+                one.absorb(observation, found[-1], True)
+            return found
+
+        run(detector, 1, 25)
+        twin.load_state_dict(detector.state_dict())
+        expected = run(detector, 25, 40)
+        assert any(expected) and run(twin, 25, 40) == expected

@@ -147,6 +147,27 @@ TABLE: dict[str, tuple] = {
         [finding("collective_s", "time", (), WARN)], {}, {"links": LinkReport(slow_pairs=((0, 3), (1, 3)))},
         "communication", (3,), 0.75, 0.8,
     ),
+    "slow wire between two ranks": (
+        [finding("collective_s", "time", (), WARN)], {"norms": (1.0, 1.0), "tokens": (64.0, 64.0)}, {},
+        "communication", (0, 1), 0.6, 0.6,
+    ),
+    "a rank that all wait for (S19)": ([finding("collective_s", "time", (1,), WARN)], {}, {}, "communication", (1,), 0.6, 0.6),
+    "a rank that all wait for, a slow link": (
+        [finding("collective_s", "time", (1,), WARN)], {}, {"links": LinkReport(slow_pairs=((1, 2),))},
+        "communication", (1,), 0.75, 0.8,
+    ),
+    "a rank that all wait for, links in order": (
+        [finding("collective_s", "time", (1,), WARN)], {}, {"links": LINKS_FINE}, "communication", (1,), 0.3, 0.4,
+    ),
+    "the same samples (S18)": ([finding("digest_sample", "batch", (0, 2), WARN)], {}, {}, "data", (0, 2), 0.8, 0.9),
+    "off on all ranks, and past": ([finding("loss", "passed", severity=WARN, onset=99)], {}, {}, "data", (), 0.65, 0.65),
+    "off on all ranks and past, after an LR that rose": (
+        [finding("loss", "passed", severity=WARN, onset=99)], {}, {"lr_change": 30.0}, "optimizer", (), 0.75, 0.75,
+    ),
+    "off on all ranks and past, the update first": (
+        [finding("loss", "passed", severity=WARN, onset=99), finding("update_norm", "point", severity=WARN, onset=98)],
+        {}, {}, "optimizer", (), 0.65, 0.65,
+    ),
     "all ranks, once": ([SPIKE], {}, {}, "data", (), 0.5, 0.5),
     "all ranks, the weights stood still": ([SPIKE], {}, {"refused_in_a_row": 2}, "optimizer", (), 0.6, 0.6),
     "all ranks, weights proven": (

@@ -22,10 +22,10 @@ from resilient.engines.buffers import local
 from resilient.engines.ddp import DDPEngine
 from resilient.engines.fsdp2 import FSDP2Engine
 from resilient.engines.norms import sum_of_squares
-from resilient.engines.projection import ROW, Signs
+from resilient.engines.projection import PART, PARTS, ROW, Signs
 from resilient.engines.reduction_check import BucketLayout, ReductionCheck, joined
 from resilient.signals import CheckPlan
-from resilient.signals.checks import MOST_CELLS
+from resilient.signals.checks import LANES, MOST_CELLS
 from tests.engines.contract import NEUTRAL
 from tests.engines.reduction import SUMS, Compared, compared, off_by_row
 from tests.ranks import run_pooled
@@ -56,7 +56,8 @@ class Simulated:
             sent = torch.randn(micro, self.world, size, generator=self.generator)
             for _, check in enumerate(self.ranks):
                 for part in sent[:, _]:
-                    check.sent(bucket, part, sum_of_squares([part], CPU), self.world)
+                    square = check.sent(bucket, part, self.world)
+                    torch.testing.assert_close(square, sum_of_squares([part], CPU), rtol=1e-6, atol=0)
             mean = sent.double().sum((0, 1)).div(self.world).float()
             half = -(-size // self.world)
             for rank, check in enumerate(self.ranks):
@@ -97,10 +98,10 @@ def test_clean_windows_agree_and_one_element_does_not(sharded: bool, micro: int)
     assert torch.nonzero(off.abs() > SUMS).tolist() == ([[0, 1]] if sharded else [[1, 1]])
     found = [check.rows(1)[0] for check in ranks.ranks]
     after = found[0].after + found[1].after if sharded else found[1].after
-    difference = after - found[0].before - found[1].before
-    row = int(difference.abs().argmax())
+    difference = (after - found[0].before - found[1].before).norm(dim=1)
+    row = int(difference.argmax())
     assert row == (50_000 + (100_001 if sharded else 0)) // ROW
-    assert abs(difference[row]) == pytest.approx(3.0, rel=1e-4)
+    assert difference[row] == pytest.approx(3.0, rel=1e-4)
     assert found[1].held[row]
     assert bool(found[0].held[row]) is not sharded
     assert found[1].places(row) == ("y" if sharded else "x")
@@ -150,7 +151,7 @@ def test_a_bucket_nobody_can_place_is_not_measured() -> None:
     for sizes in ((2000,), (2000, 1000)):
         check.begin_window()
         for size in sizes:
-            check.sent(0, ones[:size], sum_of_squares([ones[:size]], CPU), 2.0)
+            check.sent(0, ones[:size], 2.0)
         check.received(0, layout, [(ones, 0)])
         checks = check.finish()
     assert all(values.isnan().all() for values in checks.values())
@@ -173,10 +174,10 @@ def test_rows_of_parts_are_those_of_each_part_by_itself() -> None:
     for parts, size in ((3, 2500), (3, 1024), (40, 700), (40, 2048), (40, 1500)):
         flat = torch.randn(parts * size, generator=torch.Generator().manual_seed(parts + size))
         layout = BucketLayout("unit", parts * size, ((0, size, "a"),), shards=parts)
-        sums = signs.parts(flat, parts)
+        sums = signs.parts(flat, parts).sums
         assert len(sums) == layout.rows
         for part in (0, 1, parts - 1):
-            own, first = signs.rows(flat[part * size : (part + 1) * size], layout.aligned(part * size))
+            first, own, _ = signs.rows(flat[part * size : (part + 1) * size], layout.aligned(part * size))
             torch.testing.assert_close(own, sums[first : first + len(own)])
     many = BucketLayout("bucket", 1000, tuple((i * 10, i * 10 + 10, f"p{i}") for i in range(100)))
     assert many.place(0) == "p0 .. p99"
@@ -201,16 +202,33 @@ def test_signs_are_the_same_for_every_slice() -> None:
     """Ranks hold different slices and draw as many signs as they need: they must be the same ones. Rows of slices add up
     to those of the whole, autocast or not, in any dtype."""
     assert torch.equal(Signs(CPU).of_rows(3, 5000)[:70], Signs(CPU).of_rows(3, 70))
+    assert Signs(CPU).of_rows(3, 70).shape == (70, LANES)
     assert not torch.equal(Signs(CPU).of_rows(3, 70), Signs(CPU).of_rows(4, 70))
     signs, tensor = Signs(CPU), torch.randn(10_000, generator=torch.Generator().manual_seed(1))
-    whole, _ = signs.rows(tensor)
+    whole = signs.rows(tensor).sums
     for dtype, bound in ((torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 2.0)):
         together = torch.zeros_like(whole)
         for start, stop in ((0, 700), (700, 900), (900, 2048), (2048, 10_000)):
             with torch.autocast("cpu", torch.bfloat16):
-                sums, first = signs.rows(tensor[start:stop].to(dtype), start)
+                first, sums, _ = signs.rows(tensor[start:stop].to(dtype), start)
             together[first : first + len(sums)] += sums
         assert (together - whole).abs().max() < bound
+
+
+def test_each_lane_is_a_product_with_signs_of_its_own() -> None:
+    """C2: every element counts with +1 or -1 in every lane, and no two lanes are alike, nor are they within a row."""
+    signs, n = Signs(CPU), 3 * ROW
+    units = torch.eye(n)[:: PART // 2]  # two elements of each part
+    of_rows = signs.of_rows(7, 3)
+    found = torch.stack([signs.lanes(signs.rows(unit).sums, of_rows).sum(0) for unit in units])
+    assert bool((found.abs() == 1).all())
+    within = found[: 2 * PARTS : 2]  # one element of each part of the first row
+    assert torch.equal((within.T @ within).abs(), PARTS * torch.eye(LANES, dtype=torch.float64))
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    exact = sum(
+        gradient[i].double() * signs.lanes(signs.rows(unit).sums, of_rows).sum(0) for i, unit in enumerate(torch.eye(n))
+    )
+    torch.testing.assert_close(signs.lanes(signs.rows(gradient).sums, of_rows).sum(0), exact, rtol=0, atol=1e-4)
 
 
 # --- in DDP and FSDP2 -------------------------------------------------------------------------------------------
@@ -441,7 +459,7 @@ def fsdp2_faults(rank: int, world: int) -> None:
         ((_, difference, places),) = off_by_row(engine, plan, 0, plan.names.index("left"))
         assert len(places) == 1
         assert "left.weight" in places[0]
-        held = engine.check_rows(plan.names.index("left"))[0].held[int(difference.abs().argmax())]
+        held = engine.check_rows(plan.names.index("left"))[0].held[int(difference.argmax())]
         assert bool(held) == (rank == 1)
 
 

@@ -22,9 +22,9 @@ from resilient.engines.deepspeed import rows as rows_module
 from resilient.engines.deepspeed.replicas import COUNTS, SCALER
 from resilient.engines.deepspeed.rows import Piece, Rows
 from resilient.engines.layers import Layers
-from resilient.engines.projection import ROW
+from resilient.engines.projection import PARTS, ROW
 from resilient.engines.replicas import OPTIONS
-from resilient.signals.record import CHECK_COLUMNS
+from resilient.signals.checks import LANES
 from tests.engines.contract import NEUTRAL, grad_norm, window
 from tests.engines.models import Setup, build_model
 from tests.engines.test_deepspeed import FP32_GRADIENTS, DeepSpeedAdapter, warm_up
@@ -66,7 +66,7 @@ def misfits(engine: DeepSpeedEngine, taps: Taps) -> torch.Tensor:
     """(receivers, cells) difference between what was sent and what was received, in units of the tolerance."""
     plan = engine.check_plan()
     assert plan is not None
-    before, after, sq = (from_all(taps.checks[name]) for name in CHECK_COLUMNS)
+    before, after, sq = (from_all(taps.checks[f"check_{name}"]) for name in ("before", "after", "sq"))
     assert before.shape[1] == len(plan.names)
     allowed = TOLERANCE[plan.unit] * plan.unit * sq.sum(0).sqrt()
     return torch.stack([(before.sum(0) - after[list(group)].sum(0)).abs() / allowed for group in plan.receivers])
@@ -80,7 +80,7 @@ def located(engine: DeepSpeedEngine, group: int, cell: int) -> tuple[set[int], s
     assert rows.name == plan.names[cell]
     ranks = list(plan.receivers[group])
     before, after = from_all(rows.before).sum(0), from_all(rows.after)[ranks].sum(0)
-    worst = int((before - after).abs().nan_to_num(math.inf).argmax())
+    worst = int((before - after).norm(dim=1).nan_to_num(math.inf).argmax())
     holders = from_all(rows.held.long())[ranks, worst]
     return {rank for rank, held in zip(ranks, holders.tolist(), strict=True) if held}, rows.places(worst)
 
@@ -374,11 +374,11 @@ def test_rows_do_not_depend_on_how_a_gradient_is_cut(
     gradients = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
 
     def collect(pieces: list[Piece], into: torch.Tensor) -> None:
-        numbers, lines = rows.sums(pieces, squares=True)
+        numbers, sums, squares = rows.sums(pieces)
         assert len(numbers.unique()) == len(numbers)
-        into.index_add_(1, numbers, lines)
+        into.index_add_(0, numbers, torch.cat((sums, squares[:, None]), 1))
 
-    whole, cut = torch.zeros(2, rows.count), torch.zeros(2, rows.count)
+    whole, cut = torch.zeros(rows.count, PARTS + 1), torch.zeros(rows.count, PARTS + 1)
     collect([Piece(gradients[name], parameters[name]) for name in reversed(sizes)], whole)
     steps = (1, 5, 1000, ROW, 3000, 40_000)
     for name, gradient in gradients.items():
@@ -388,18 +388,20 @@ def test_rows_do_not_depend_on_how_a_gradient_is_cut(
             collect([Piece(gradient[at : at + step], parameters[name], at)], cut)
             at, turn = at + step, turn + 1
     assert torch.allclose(whole, cut, rtol=1e-4, atol=1e-3)
-    by_layer = rows.cells(whole)[1]
+    by_layer = rows.cells(whole[:, -1])
     for i, layer in enumerate(layers.names):
         expected = sum(
             float(g.double().square().sum()) for n, g in gradients.items() if layers.names[layers.of[n]] == layer
         )
         assert math.isclose(float(by_layer[i]), expected, rel_tol=1e-5, abs_tol=1e-12), layer
-    signs = rows.signs.float()
-    assert set(signs.tolist()) == {-1.0, 1.0}
+    torch.testing.assert_close(rows.lanes(whole[:, :-1]), rows.lanes(cut[:, :-1]), rtol=0, atol=1e-2)
+    unit = torch.zeros(rows.count, PARTS)
+    unit[rows.spans[-1][1] - 1, 3] = 1.0
+    assert rows.lanes(unit)[-1].abs().tolist() == [1.0] * LANES, "every sum counts with a sign in every lane"
 
     gradients["h"][12_345] = math.nan
-    spoiled = torch.zeros(2, rows.count)
+    spoiled = torch.zeros(rows.count, PARTS + 1)
     collect([Piece(gradients[name], parameters[name]) for name in sizes], spoiled)
-    (bad,) = spoiled[0].isnan().nonzero().flatten().tolist()
+    (bad,) = spoiled.isnan().any(1).nonzero().flatten().tolist()
     assert rows.place(bad) == "h"
-    assert rows.cells(spoiled)[0].isnan().tolist() == [name == "h" for name in layers.names]
+    assert rows.lanes(spoiled[:, :-1]).isnan().all(1).tolist() == [name == "h" for name in layers.names]

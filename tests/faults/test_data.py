@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from resilient.coordinator.fingerprints import split_of
 from resilient.errors import ConfigError
 from resilient.faults import BadSample, EmptyBatch, FaultConfig, NoFault, ShuffleMismatch, SwappedRng, install
 from resilient.faults.data import first_sample
@@ -119,6 +120,24 @@ def test_a_rank_with_another_order_reads_samples_of_others(differs: str) -> None
     for back in (one.state_dict(), state):
         one.rewind(back)
     assert ids(read(one, windows)) == ours
+
+
+@pytest.mark.parametrize(
+    ("differs", "told", "alike"),
+    [("seed", True, False), ("epoch", True, False), ("seed", False, True), ("rank", True, True)],
+)
+def test_the_order_that_is_told_is_the_one_that_is_read(differs: str, told: bool, alike: bool) -> None:
+    """S18: it rides in the row; a share of another rank is no other order, and a sampler may keep its seed to itself."""
+    fault = ShuffleMismatch(step=2, window=2, differs=differs, told=told)  # type: ignore[arg-type]
+    zero, one = (stream for stream, _ in streams(fault))
+    assert split_of(zero).digest() == split_of(one).digest()  # window 1 comes next
+    seen = []
+    for _ in zip(range(4), iter(zero), iter(one), strict=False):
+        seen.append(split_of(zero).digest() == split_of(one).digest())
+    assert seen == [True, alike, alike, alike]  # two micro-batches a window
+    if differs == "seed":
+        order = TokenStream(DATA, seed=fault.seed, rank=1, world=WORLD)
+        assert (split_of(one).digest() == split_of(order).digest()) is told  # exactly that of the order it has
 
 
 def test_a_source_of_streams_that_does_not_exist_is_refused() -> None:

@@ -185,3 +185,21 @@ def test_a_slow_link_holds_the_collectives_of_a_backward_back_and_no_others() ->
         dist.all_reduce(torch.ones(1))  # and it still works
     run.engine.close()
     assert min(inside[1], inside[2]) >= 0.06  # a replay is as slow
+
+
+def test_a_slow_link_holds_messages_to_a_single_rank_back_while_it_is_slow() -> None:
+    """S19: a probe of the links measures what the training feels. Between its backwards as well, and not after `close`."""
+    run = Run(DDP, SlowLink(step=2, window=1, rank=0, ms=60.0), 0, 1)
+    original = vars(dist.ProcessGroup)["send"]
+    for run.now in (1, 2, 2, 3, 2):
+        run.engine.begin_micro_step(0, 1)
+        send = vars(dist.ProcessGroup)["send"]
+        assert (send is not original) is (run.now == 2)
+        if run.now == 2:
+            started = time.perf_counter()
+            with pytest.raises(TypeError):  # torch's own, which is asked after the wait
+                send("no group")
+            assert time.perf_counter() - started >= 0.06
+        run.engine.skip(False)
+    run.engine.close()
+    assert vars(dist.ProcessGroup)["send"] is original

@@ -20,13 +20,19 @@ from resilient.coordinator.events import Incident, StepReport
 from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
 from resilient.policies import PolicyConfig
+from resilient.signals import Finding, Observation
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
 from resilient.train.model import GPT, ModelConfig
 from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
 MODEL = ModelConfig(name="bench", width=32, layers=3, heads=2, hidden=64, dropout=0.1, probe_every=0)
-GUARD = GuardConfig(exchange_timeout_s=60.0, digests_every=4, confirmations=50, link_probes=50, link_probe_s=1.0)
+NONFINITE = ("nonfinite_forward", "nonfinite_loss", "nonfinite_backward")
+GUARD = GuardConfig(exchange_timeout_s=60.0, digests_every=4, confirmations=50, link_probes=2, link_probe_s=1.0)
+
+
+RECORDED = ("loss", "local_grad_norm", *NONFINITE, "compute_s", "collective_s")
+"""Columns of every table that are kept with a run."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,27 @@ class _Ear:
     def close(self) -> None: ...
 
 
+class _Tables:
+    """Keeps of each exchanged table what a rank by itself, or a rule of others, could have known."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Any]] = {name: [] for name in ("step", "grad_norm", *RECORDED)}
+
+    def listen(self, guard: Guard) -> None:
+        judge = guard._coordinator.judge
+        assert judge is not None
+        see = judge.see
+
+        def seen(table: Any) -> tuple[Observation, tuple[Finding, ...]]:
+            self.rows["step"].append(table.step)
+            self.rows["grad_norm"].append(_plain(table.grad_norm))
+            for name in RECORDED:
+                self.rows[name].append([_plain(float(v)) for v in table.column(name)])
+            return see(table)
+
+        judge.see = seen  # type: ignore[method-assign, assignment]
+
+
 def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, seed: int) -> dict[str, Any]:
     """Train with the fault of the scenario; plain values of what came of it on this rank."""
     _seed(1000 * seed)
@@ -120,7 +147,7 @@ def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, se
         rank=rank,
         world=world,
     )
-    ear = _Ear()
+    ear, tables = _Ear(), _Tables()
     guard = Guard(
         engine,
         data=source,
@@ -132,6 +159,7 @@ def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, se
         listeners=[ear],
         progress=False,
     )
+    tables.listen(guard)
     ended, started = "", time.perf_counter()
     try:
         for batch in guard.batches(steps=scenario.steps):
@@ -154,6 +182,7 @@ def run_scenario(scenario: Scenario, engine_name: str, rank: int, world: int, se
         "steps": guard.applied,
         "attempts": len(ear.steps),
         "series": [[s.step, _plain(s.loss), _plain(s.grad_norm)] for s in ear.steps],
+        "rows": tables.rows,
         "excluded": [list(w) for w in guard.counters.excluded],
         "seconds": seconds,
         "row_bytes": 8 * guard._coordinator.exchange.width,

@@ -16,7 +16,7 @@ from resilient.bench.detection.baselines import BY_KEY
 from resilient.bench.detection.events import Streams
 
 _WITHIN = 10  # steps after the fault
-_HISTORY, _SETTLED = 160, 20  # steps drawn, of those from here on
+HISTORY, SETTLED = 160, 20  # steps drawn, of those from here on
 
 
 def detected_by_peers(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -24,7 +24,7 @@ def detected_by_peers(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     runs = [r for r in runs if r.get("series")]
     if not runs:
         return []
-    runs = [{**r, "series": [*_earlier(r), *(p for p in r["series"] if p[0] >= _SETTLED)]} for r in runs]
+    runs = [{**r, "series": [*_earlier(r), *(p for p in r["series"] if p[0] >= SETTLED)]} for r in runs]
     longest = max(len(r["series"]) for r in runs)
     values = {name: np.full((len(runs), longest), np.nan) for name in ("loss", "grad_norm")}
     missing = np.ones((len(runs), longest), dtype=bool)
@@ -45,8 +45,8 @@ def detected_by_peers(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         for i, run in enumerate(runs):
             at = [s for s, _, _ in run["series"]]
             begun = next((j for j, s in enumerate(at) if run["truth"] and s >= run["truth"]["step"]), len(at))
-            false += int(alarms[i, _HISTORY:begun].sum())
-            clean += begun - _HISTORY
+            false += int(alarms[i, HISTORY:begun].sum())
+            clean += begun - HISTORY
             if run["truth"]:
                 faults += 1
                 seen += bool(alarms[i, begun : begun + _WITHIN].any())
@@ -57,6 +57,6 @@ def detected_by_peers(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _earlier(run: dict[str, Any]) -> list[list[Any]]:
     """160 clean steps of this run, numbered before its first."""
     fault = run["truth"]["step"] if run["truth"] else len(run["series"]) + 1
-    clean = [point for point in run["series"] if _SETTLED <= point[0] < fault]
-    drawn: list[int] = np.random.default_rng(run["seed"]).integers(0, len(clean), _HISTORY).tolist() if clean else []
-    return [[i - _HISTORY, *clean[j][1:]] for i, j in enumerate(drawn)]
+    clean = [point for point in run["series"] if SETTLED <= point[0] < fault]
+    drawn: list[int] = np.random.default_rng(run["seed"]).integers(0, len(clean), HISTORY).tolist() if clean else []
+    return [[i - HISTORY, *clean[j][1:]] for i, j in enumerate(drawn)]

@@ -78,6 +78,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario("same samples on two ranks", {"kind": "shuffle_mismatch", "rank": 1, "differs": "rank"}, steps=60),
     Scenario("sampler seed differs", {"kind": "shuffle_mismatch", "rank": 1, "differs": "seed"}),
+    Scenario("sampler epoch differs", {"kind": "shuffle_mismatch", "rank": 1, "differs": "epoch"}),
     Scenario("poisoned on all ranks", {"kind": "poisoned_window", "window": 1, "rank": None, "seed": 0}),
     # precision
     Scenario(

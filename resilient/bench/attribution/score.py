@@ -76,12 +76,14 @@ def _accuses(told: dict[str, Any]) -> bool:
 
 def _right_ranks(told: dict[str, Any], truth: dict[str, Any], world: int) -> bool:
     """The rank is named, and no other. A fault of all ranks needs no name, or all of them. Where two ranks look alike
-    (the same samples or streams, a corrupted replica of two) a pair that holds the right one is right."""
+    (the same samples or streams, a corrupted replica of two) a pair that holds the right one is right; so are both ends of
+    the only link that there is, between two ranks."""
     named, hit = set(told["ranks"]), set(truth["ranks"])
     if not hit:
         return not named or len(named) == world
-    pair = truth["kind"] in ("shuffle_mismatch", "swapped_rng", "replica_drift") and hit <= named and len(named) <= 2
-    return named == hit or pair
+    alike = truth["kind"] in ("shuffle_mismatch", "swapped_rng", "replica_drift")
+    ends = truth["kind"] == "slow_link" and world == 2
+    return named == hit or ((alike or ends) and hit <= named and len(named) <= 2)
 
 
 def total(scores: Iterable[Score]) -> Score:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from resilient.bench.attribution.local_rules import Heard, heard_by_peers
 from resilient.bench.attribution.peers import detected_by_peers
 from resilient.bench.attribution.score import CAUSES, Score
 from resilient.bench.bounds import Check
@@ -39,6 +40,25 @@ def text(found: dict[str, Any], checks: Sequence[Check], runs: Sequence[dict[str
                 peers,
             )
         )
+    heard = heard_by_peers(runs)
+    if heard:
+        parts.append(
+            table(
+                "Two peers on the tables of the same runs (of the runs with a fault: seen; rank right)",
+                [
+                    "fault",
+                    "runs",
+                    "resilient seen",
+                    "rank right",
+                    "cause right",
+                    "OLMo-core seen",
+                    "Megatron seen",
+                    "rank right",
+                ],
+                [_beside(name, found["scenarios"][name], h) for name, h in heard.items() if h.runs],
+            )
+        )
+        parts.append(_false_alarms(list(heard.values())))
     attempts = sum(r.get("attempts", 0) for r in runs)
     seconds = sum(r["seconds"] for r in runs)
     parts.append(
@@ -68,6 +88,21 @@ def _row(name: str, s: Score) -> list[str]:
         called or "-",
         str(s.false),
     ]
+
+
+def _beside(name: str, ours: Score, theirs: Heard) -> list[str]:
+    """Neither of the two names a cause by itself; OLMo-core names no rank."""
+    seen = [str(ours.detected), _share(ours.ranks, ours.detected), _share(ours.causes, ours.detected)]
+    return [name, str(theirs.runs), *seen, str(theirs.skipped), str(theirs.fired), _share(theirs.named, theirs.fired)]
+
+
+def _false_alarms(heard: Sequence[Heard]) -> str:
+    clean = max(sum(h.clean for h in heard), 1)
+    skipped, fired = sum(h.skipped_clean for h in heard), sum(h.fired_clean for h in heard)
+    return (
+        f"in {clean} clean steps OLMo-core would have skipped {skipped} ({1e4 * skipped / clean:.0f} per 10k) and Megatron "
+        f"would have run {fired} again ({1e4 * fired / clean:.0f} per 10k)"
+    )
 
 
 def _share(part: int, whole: int) -> str:

@@ -16,15 +16,14 @@ import torch.distributed as dist
 from resilient.engines.base import CellRows
 from resilient.engines.deepspeed.rows import Piece, Rows
 from resilient.engines.deepspeed.stages import Stage
+from resilient.engines.projection import PARTS
 from resilient.signals import CheckPlan
-from resilient.signals.record import CHECK_COLUMNS
-
-_BEFORE, _SQ, _AFTER = range(3)
+from resilient.signals.checks import LANE_COLUMNS
 
 
 class ReductionCheck:
     """Sums of one engine's windows. Costs a pass over what is sent, one over what is received, and for every 1024
-    parameters 13 bytes.
+    parameters 76 bytes.
 
     plan: None with a single rank, which has nothing to compare; set it to None to measure the squares alone.
     """
@@ -34,7 +33,10 @@ class ReductionCheck:
         self._layers = stage.layers
         named = stage.engine.module.named_parameters()
         self._map = Rows(stage.layers, {name: (p, *stage.extent(p)) for name, p in named}, device)
-        self._rows = torch.zeros(3, self._map.count, dtype=torch.float32, device=device)  # this rank's, still scaled
+        count = self._map.count
+        self._before = torch.zeros(count, PARTS, dtype=torch.float32, device=device)  # this rank's, still scaled
+        self._after = torch.zeros(count, PARTS, dtype=torch.float32, device=device)
+        self._squares = torch.zeros(count, dtype=torch.float32, device=device)
         self._carried = torch.zeros(len(stage.layers.names), dtype=torch.float64, device=device)
         self._received = torch.zeros(0, dtype=torch.int64, device=device)  # rows this rank holds any element of
         self._scale = 1.0
@@ -49,55 +51,60 @@ class ReductionCheck:
 
     def begin(self) -> None:
         """A window begins: forget the one before, NaN included."""
-        self._rows.zero_()
+        self._before.zero_()
+        self._squares.zero_()
         self._carried.zero_()
 
     @torch.no_grad()
     def sent(self, pieces: list[Piece]) -> None:
         """These gradients are about to be reduced."""
-        if self.plan is None:
-            index, lines = self._map.sums(pieces, signed=False, squares=True)
-            self._rows[_SQ : _SQ + 1].index_add_(1, index, lines)
-            return
-        index, lines = self._map.sums(pieces, squares=True)
-        self._rows[: _SQ + 1].index_add_(1, index, lines)
+        checked = self.plan is not None
+        index, sums, squares = self._map.sums(pieces, signed=checked)
+        self._squares.index_add_(0, index, squares)
+        if checked:
+            self._before.index_add_(0, index, sums)
 
     @torch.no_grad()
     def carry(self) -> None:
         """A micro-step was added to those before it: that rounds the sum so far, however small the addition. The sums by
         row, squared, are on average its square, which is not to be had otherwise."""
         if self.plan is not None and torch.finfo(self._stage.reduction_dtypes()[-1]).eps / 2 == self._unit:
-            self._carried += self._map.cells(self._rows[_BEFORE : _BEFORE + 1].square())[0]
+            self._carried += self._map.cells(self._before.square().sum(1))
 
     @torch.no_grad()
-    def finish(self) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """The window ended: squared norm of all that was sent, 0-dim float64, and `Taps.checks`. Both unscaled."""
+    def finish(self, size: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """The window ended: squared norm of all that was sent, 0-dim float64, and `Taps.checks`. Both unscaled. size:
+        (groups,) `Taps.layer_sq_share`."""
         self._scale = self._stage.loss_scale()
+        sq = self._map.cells(self._squares)
+        local_sq = sq.sum() / self._scale**2
         if self.plan is None:
-            return self._map.cells(self._rows[_SQ : _SQ + 1]).sum() / self._scale**2, {}
-        self._received, lines = self._map.sums(self._stage.received())
-        self._rows[_AFTER].zero_().index_add_(0, self._received, lines[0])
-        before, after = self._map.cells(self._rows[_BEFORE::_AFTER] * self._map.signs)
-        sq = self._map.cells(self._rows[_SQ : _SQ + 1])[0]
+            return local_sq, {}
+        self._received, sums, _ = self._map.sums(self._stage.received())
+        self._after.zero_().index_add_(0, self._received, sums)
         mean = self._stage.mean_factor()
-        values = (
-            before * (mean / self._scale),
-            after / self._scale,
-            ((sq + self._carried) * mean**2 + self._floor) / self._scale**2,
-        )
-        return sq.sum() / self._scale**2, dict(zip(CHECK_COLUMNS, values, strict=True))
+        before = self._map.lanes(self._before) * (mean / self._scale)
+        after = self._map.lanes(self._after) / self._scale
+        apart = before - after / len(self.plan.receivers)
+        checks = {
+            "check_before": before[:, 0],
+            "check_after": after[:, 0],
+            "check_sq": ((sq + self._carried) * mean**2 + self._floor) / self._scale**2,
+            "check_size": size,
+            **dict(zip(LANE_COLUMNS, apart[:, 1:].unbind(1), strict=True)),
+        }
+        return local_sq, checks
 
     @torch.no_grad()
     def rows_of(self, cell: int) -> CellRows:
         """One cell by rows, of the window that `finish` was called for last."""
         first, last = self._map.spans[cell]
-        rows = self._rows[:, first:last].double()
-        held = torch.zeros(self._map.count, dtype=torch.bool, device=self._rows.device)
+        held = torch.zeros(self._map.count, dtype=torch.bool, device=self._after.device)
         held[self._received] = True
         return CellRows(
             name=self._layers.names[cell],
-            before=rows[_BEFORE] * (self._stage.mean_factor() / self._scale),
-            after=rows[_AFTER] / self._scale,
+            before=self._before[first:last].double() * (self._stage.mean_factor() / self._scale),
+            after=self._after[first:last].double() / self._scale,
             held=held[first:last],
             places=partial(_place, self._map, first),
         )

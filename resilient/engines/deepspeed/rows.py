@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from resilient.engines.layers import Layers
-from resilient.engines.projection import ROW, Signs
+from resilient.engines.projection import PARTS, ROW, Signs
 
 _LONG = 32 * ROW  # from here on a piece is worth calls of its own
 _BLOCKS = 4096  # sums over a cell go through about as many partial sums
 _MOST_PLANS = 4096
+_AT_ONCE = 1 << 18  # rows whose lanes are taken in one call: bounds the float64 copies
 
 
 class Piece(NamedTuple):
@@ -55,7 +56,6 @@ class Rows:
 
     parameters: name -> (the parameter, its elements over all ranks, elements of a segment of it): each segment begins a
     row of its own. count: of rows, with gaps between groups.
-    signs: (count,) int8, one per row; an element's sign is this one times that of its place in the row.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Rows:
         widest, none = max(map(len, blocks), default=0), self.count // block
         padded = [[*r, *[none] * (widest - len(r))] for r in blocks]
         self._members = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(blocks), widest)
-        self.signs = Signs(torch.device("cpu")).of_rows(0, self.count).to(torch.int8).to(device)
-        self._in_row = Signs(device)
+        self._signs = Signs(device)
+        self._of_rows = self._signs.of_rows(0, self.count)
         self._device = device
         self._plans: dict[tuple[tuple[int, int, int], ...], _Plan] = {}
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
@@ -94,11 +94,9 @@ class Rows:
         return self._names[bisect.bisect_right(self._names, row, key=lambda entry: entry[0]) - 1][1]
 
     @torch.no_grad()
-    def sums(
-        self, pieces: Sequence[Piece], *, signed: bool = True, squares: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) int64 numbers of the rows that the pieces touch, each once, and a float32 line for each that is asked for:
-        signed, sums over each row of sign-in-row x element; squares, sums of squares. NaN and Inf stay in their rows."""
+    def sums(self, pieces: Sequence[Piece], *, signed: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(n,) int64 numbers of the rows that the pieces touch, each once; (n, PARTS) float32 sums of sign x element over
+        the parts of each row, empty if not signed; (n,) float32 sums of squares. NaN and Inf stay in their rows."""
         plan = self._plan(tuple((id(p.parameter), p.start, p.tensor.numel()) for p in pieces))
         flats = [p.tensor.detach().reshape(-1) for p in pieces]
         matrices = [flats[cut.piece][cut.start : cut.stop] for cut in plan.long]
@@ -113,21 +111,38 @@ class Rows:
                 if trail:
                     together.append(zeros[:trail])
             matrices.insert(0, torch.cat(together).float())
-        sums, norms = [], []
-        for matrix in matrices:  # both while it is in the cache
-            if signed:
-                sums.append(self._in_row.rows(matrix)[0])
-            if squares:
-                norms.append(torch.linalg.vector_norm(matrix.view(-1, ROW), dim=1, dtype=torch.float32))
-        lines = [_joined(sums, self._device)] if signed else []
-        if squares:
-            lines.append(_joined(norms, self._device).square())
-        return plan.numbers, torch.stack(lines)
+        none = torch.zeros(0, dtype=torch.float32, device=self._device)
+        if not signed:
+            norms = [torch.linalg.vector_norm(m.view(-1, ROW), dim=1, dtype=torch.float32) for m in matrices]
+            return plan.numbers, none.view(0, PARTS), torch.cat(norms).square() if norms else none
+        found = [self._signs.rows(matrix) for matrix in matrices]
+        if not found:
+            return plan.numbers, none.view(0, PARTS), none
+        return (
+            plan.numbers,
+            torch.cat([rows.sums for rows in found]),
+            torch.cat([rows.norms for rows in found]).square_(),
+        )
+
+    @torch.no_grad()
+    def lanes(self, sums: torch.Tensor) -> torch.Tensor:
+        """(count, PARTS) sums by row -> (groups, LANES) float64 by layer group."""
+        step = self._block * max(_AT_ONCE // self._block, 1)
+        blocks = [
+            self._blocks(self._signs.lanes(sums[at : at + step], self._of_rows[at : at + step]))
+            for at in range(0, self.count, step)
+        ]
+        return self._together(torch.cat(blocks))
 
     def cells(self, rows: torch.Tensor) -> torch.Tensor:
-        """(k, count) of anything by row -> (k, groups) float64 sums by layer group; always added in the same order."""
-        blocks = rows.view(len(rows), -1, self._block).sum(2, dtype=torch.float64)
-        return torch.nn.functional.pad(blocks, (0, 1))[:, self._members].sum(2)
+        """(count,) of anything by row -> (groups,) float64 sums by layer group; always added in the same order."""
+        return self._together(self._blocks(rows))
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (-1, self._block)).sum(1, dtype=torch.float64)
+
+    def _together(self, blocks: torch.Tensor) -> torch.Tensor:
+        return torch.cat((blocks, torch.zeros_like(blocks[:1])))[self._members].sum(1)
 
     def _plan(self, key: tuple[tuple[int, int, int], ...]) -> _Plan:
         plan = self._plans.get(key)
@@ -169,9 +184,3 @@ class Rows:
         if dtype not in self._zeros:
             self._zeros[dtype] = torch.zeros(ROW, dtype=dtype, device=self._device)
         return self._zeros[dtype]
-
-
-def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not parts:
-        return torch.zeros(0, dtype=torch.float32, device=device)
-    return torch.cat(parts) if len(parts) > 1 else parts[0]

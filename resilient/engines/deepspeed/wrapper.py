@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from resilient.checkpoint.pieces import Piece as StatePiece
+from resilient.checkpoint.snapshot import freeze
 from resilient.engines.base import CellRows, Counters, EngineState, Taps
 from resilient.engines.buffers import BufferHold
 from resilient.engines.deepspeed.check import ReductionCheck
+from resilient.engines.deepspeed.frame import PER_RANK, frame_of
+from resilient.engines.deepspeed.pieces import pieces_of
 from resilient.engines.deepspeed.replicas import Replicas
 from resilient.engines.deepspeed.rows import Piece
-from resilient.engines.deepspeed.state import capture_state, restore_state
+from resilient.engines.deepspeed.state import live_state, restore_state
 from resilient.engines.deepspeed.support import stage_of
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.updates import Update, UpdateTap
@@ -36,6 +40,7 @@ class DeepSpeedEngine:
     """
 
     name: str
+    per_rank: tuple[str, ...] = PER_RANK
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, scheduler: Any = None) -> None:
         self.name = f"deepspeed_zero{engine.zero_optimization_stage()}"
@@ -96,7 +101,7 @@ class DeepSpeedEngine:
     def taps(self) -> Taps:
         """Local norm of what entered the reduction; reduced share of what `engine.step` is about to use."""
         by_layer = self.layers.sums(self._stage.reduced()) / self._stage.loss_scale() ** 2
-        local_sq, checks = self._check.finish()
+        local_sq, checks = self._check.finish(by_layer)
         waited = self._stage.reduce_s
         return Taps(local_sq, by_layer.sum(), self._seen, by_layer, waited, waited, checks)
 
@@ -215,9 +220,20 @@ class DeepSpeedEngine:
     # --- state ---
 
     def capture(self) -> EngineState:
-        """Clones on the tensors' own devices. ZeRO 1-3: this rank's partitions only."""
+        return freeze(self.live())
+
+    def live(self) -> EngineState:
+        """ZeRO 1-3: this rank's partitions only."""
         extra = {"refused": self._refused, "schedule_offset": self._schedule_offset}
-        return capture_state(self.engine, self._stage, self._schedulers, extra)
+        return live_state(self.engine, self._stage, self._schedulers, extra)
+
+    def pieces(self, state: EngineState) -> list[StatePiece]:
+        """What the tensors of a captured state are of the whole model. Not a collective."""
+        return pieces_of(state)
+
+    def frame(self, source: EngineState) -> EngineState:
+        """Room for a state like `source`, which may be of another world, on this rank."""
+        return frame_of(self.engine, self._stage, self._schedulers, source)
 
     def restore(self, state: EngineState) -> None:
         """Bit for bit, in place. CheckpointError, before anything is touched, if the state is of another model, stage,

@@ -1,0 +1,122 @@
+"""The layout of an engine: what must be the same where a state is captured and where it is restored, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from resilient.engines.base import EngineState
+from resilient.engines.deepspeed.stages import HalfStage, Stage
+from resilient.engines.deepspeed.zero import Bf16Stage, PartitionedStage, ShardedStage
+from resilient.engines.pieces import persistent_buffers
+from resilient.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine as Engine
+
+PARTS = ("layout", "parameters", "buffers", "masters", "spans", "shared", "groups", "counters")
+OPTIONAL = ("moments", "schedulers", "scaler")  # parts that a state may lack where `allow_missing` says so
+_SHOWN = 12  # lines of a report of differences
+
+
+def layout_of(engine: Engine, stage: Stage, schedulers: list[Any]) -> dict[str, str]:
+    """What -> text, for everything that must agree between capture and restore."""
+    masters = stage.masters()
+    layout = {
+        "zero stage": str(int(engine.zero_optimization_stage())),
+        "world size": str(dist.get_world_size()),
+        "rank": str(dist.get_rank()),
+        "optimizer": f"{type(stage.optimizer).__name__}({type(stage.base).__name__})",
+        "LR schedules": ", ".join(type(s).__name__ for s in schedulers) or "none",
+        "masters": ", ".join(sorted({"none" if m.alias else str(m.tensor.dtype) for m in masters})),
+    }
+    for i, names in enumerate(_group_names(stage)):
+        layout[f"parameter group {i}"] = json.dumps(names)
+    for name, parameter in engine.module.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3: the whole parameter's
+        layout[f"parameter {name}"] = _entry(parameter, shape)
+    for name, buffer in persistent_buffers(engine.module).items():
+        layout[f"buffer {name}"] = _entry(buffer)
+    for master in masters:
+        layout[f"master {master.label}"] = _entry(master.tensor)
+    return layout
+
+
+def _group_names(stage: Stage) -> list[list[str]]:
+    """Names of the parameters that the optimizer steps, by parameter group, in the user's order."""
+    optimizer = stage.optimizer
+    groups: list[list[Any]]
+    if isinstance(stage, ShardedStage):
+        groups = [[] for _ in stage.base.param_groups]
+        for i, sub_group in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[i]] += sub_group
+    elif isinstance(stage, PartitionedStage):
+        groups = optimizer.bit16_groups
+    elif isinstance(stage, Bf16Stage):
+        groups = optimizer.bf16_groups
+    elif isinstance(stage, HalfStage):
+        groups = optimizer.fp16_groups
+    else:
+        groups = [group["params"] for group in stage.base.param_groups]
+    names = {id(p): name for name, p in stage.engine.module.named_parameters()}
+    return [[names[id(p)] for p in group] for group in groups]
+
+
+def _entry(tensor: torch.Tensor, shape: Iterable[int] | None = None) -> str:
+    """`torch.float32 [3, 4]`, as a layout says it. shape: of the whole, where the tensor is a part."""
+    return f"{tensor.dtype} {list(tensor.shape if shape is None else shape)}"
+
+
+# --- read from a state ---
+
+
+def shape_of(state: EngineState, entry: str) -> tuple[int, ...]:
+    """Shape that the layout gives of `parameter NAME` (the whole), `buffer NAME` or `master LABEL` (this rank's)."""
+    return tuple(json.loads(state["layout"][entry].split(" ", 1)[1]))
+
+
+def groups_of(state: EngineState) -> list[list[str]]:
+    """Names of the parameters of each parameter group, in the user's order."""
+    return [json.loads(state["layout"][f"parameter group {i}"]) for i in range(len(state["groups"]))]
+
+
+# --- what must fit ---
+
+
+def missing_parts(state: EngineState, allow_missing: Collection[str] = ()) -> list[str]:
+    """A line for each part that a state lacks and must not. CheckpointError if it has no layout."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("layout"), Mapping):
+        raise CheckpointError("not a state captured from a DeepSpeed engine: it has no layout")
+    lacks = [part for part in (*PARTS, *OPTIONAL) if part not in state]
+    return [f"part '{part}' is missing" for part in lacks if not (part in OPTIONAL and part in allow_missing)]
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str], *, anywhere: bool = False) -> dict[str, str]:
+    """Entries of two layouts that differ -> a readable line. anywhere: but for what depends on rank and world size."""
+    names = [n for n in dict.fromkeys([*here, *there]) if here.get(n) != there.get(n)]
+    if anywhere:
+        names = [n for n in names if n not in ("world size", "rank") and not n.startswith("master ")]
+    return {name: _difference(name, here.get(name), there.get(name)) for name in names}
+
+
+def _difference(name: str, here: str | None, there: str | None) -> str:
+    if not name.startswith("parameter group ") or here is None or there is None:
+        return f"{name}: {there or 'missing'} in the state, {here or 'missing'} here"
+    ours, theirs = json.loads(here), json.loads(there)
+    lines = []
+    for only, where in ((set(theirs) - set(ours), "in the state"), (set(ours) - set(theirs), "here")):
+        if only:
+            more = f" and {len(only) - 4} more" if len(only) > 4 else ""
+            lines.append(f"{', '.join(sorted(only)[:4])}{more} only {where}")
+    return f"{name}: {'; '.join(lines) or 'the same parameters in another order'}"
+
+
+def report(headline: str, lines: Collection[str]) -> str:
+    """A headline and the first of the lines below it."""
+    lines = list(lines)
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n  ".join([headline, *lines[:_SHOWN], *more])
