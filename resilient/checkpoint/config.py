@@ -25,7 +25,8 @@ class SnapshotConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The filesystem store. every: steps between checkpoints (0: none); keep: how many complete ones. keep_best: and the
+    """The filesystem store. every: steps between checkpoints (0: none); keep: how many good ones, and the newest that may
+    become good. keep_every: and those of multiples of so many steps (0: none). keep_best: and the
     one with the best evaluation, however old (BR-35); evaluate at multiples of `every`, for only weights that were both
     saved and evaluated can be it.
 
@@ -37,19 +38,24 @@ class CheckpointConfig:
     deadline_s: longest time to write or read one rank's part; then it has failed, even if the storage never answers.
     on_failure: what all ranks do together when a save fails on any of them: continue (without it) | retry (up to `retries`
         times, `retry_wait_s` later, doubled each time; then continue) | abort.
+    peer: copy every snapshot of the ring into this host's and another host's memory, too: there it outlives the processes, and
+        one host may be lost. Takes twice a rank's state, for two snapshots, of peer_folder, which must be memory.
     alarm_after: intervals without a new checkpoint after which that is told (0: never)."""
 
     every: int = 25
     keep: int = 3
+    keep_every: int = 0
     keep_best: bool = True
     location: str | None = None
-    blocking: bool = True
+    blocking: bool = False
     when_busy: Literal["wait", "replace"] = "wait"
     deadline_s: float = 600.0
     on_failure: Literal["continue", "retry", "abort"] = "continue"
     retries: int = 3
     retry_wait_s: float = 5.0
     alarm_after: int = 3
+    peer: bool = False
+    peer_folder: str = "/dev/shm/resilient"
 
     def __post_init__(self) -> None:
         problem = location_problem(self.location or "")

@@ -118,10 +118,10 @@ def state_digests(state: Any) -> dict[str, str]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The raw bits, in C order, without a copy where they lie so in host memory."""
-    flat = tensor.detach().cpu().contiguous()
+    flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     if flat.dtype is torch.bfloat16:  # NumPy has none
-        return flat.view(torch.int16).numpy().data
+        return flat.view(torch.int16).numpy(force=True).data
     try:
-        return flat.numpy().data
+        return flat.numpy(force=True).data
     except TypeError:  # float8 and the like
-        return flat.reshape(-1).view(torch.uint8).numpy().data
+        return flat.reshape(-1).view(torch.uint8).numpy(force=True).data

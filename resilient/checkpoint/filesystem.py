@@ -22,7 +22,7 @@ from typing import Any, Literal
 from resilient.checkpoint.commit import Job, Save, delete_checkpoint
 from resilient.checkpoint.config import CheckpointConfig
 from resilient.checkpoint.layout import Gather, Layout, gather_in_default_group, probe_layout
-from resilient.checkpoint.loading import Loader, traces_of_training
+from resilient.checkpoint.loading import Loaded, Loader, Offer, traces_of_training
 from resilient.checkpoint.manifest import (
     Checkpoint,
     Health,
@@ -32,10 +32,11 @@ from resilient.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from resilient.checkpoint.retention import best_of, to_delete
+from resilient.checkpoint.retention import Held, Retention, best_of, expendable
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.checkpoint.storage import Storage, open_storage, place_of, redact
 from resilient.checkpoint.together import Together
+from resilient.checkpoint.trust import Trust
 from resilient.checkpoint.writer import Task, Writer
 from resilient.errors import CheckpointError, ResilientError
 
@@ -69,7 +70,8 @@ class FilesystemStore:
         above the place.
     vote: collective with its own deadline; all ranks call it, True only if every rank said True.
     gather: collective, see layout.py.
-    keep: complete checkpoints to keep (at least one stays). keep_best: and the one with the best evaluation.
+    keep: good checkpoints to keep (at least one stays). keep_every: and those of multiples of so many steps, 0: none.
+        keep_best: and the one with the best evaluation. See retention.py.
     fingerprint: JSON values that must be equal to load: engine, precision, model shape and the like. about: others, for
         people: mesh, config digest, git commit.
     visible_s: how long a rank waits for a file that another rank has written.
@@ -79,7 +81,8 @@ class FilesystemStore:
     may_write: called on a committer before it writes; raises when this process must not any more (a newer generation).
 
     `manifest` is that of the last checkpoint loaded or saved (`manifest.outer` is the outer state saved with it);
-    `problem` says why the last save or stage of a load failed.
+    `problem` says why the last save or stage of a load failed. `trusted` is asked in the background for the trust in a
+    checkpoint and whether training came through it, `at_risk` tells that more is to be kept: see trust.py.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class FilesystemStore:
         world: int,
         vote: Callable[[bool], bool],
         keep: int,
+        keep_every: int = 0,
         keep_best: bool = True,
         run_id: str,
         generation: int,
@@ -106,7 +110,9 @@ class FilesystemStore:
     ) -> None:
         self.storage = open_storage(place)
         self.rank, self.world = rank, world
-        self.keep, self.keep_best = keep, keep_best
+        self.rules = Retention(last=keep, every=keep_every, best=keep_best)
+        self.trusted: Callable[[Manifest], tuple[Trust, bool]] = lambda manifest: (Trust.GOOD, True)
+        self.at_risk = False
         self.run_id = run_id
         self.manifest: Manifest | None = None
         self._vote, self._gather = vote, gather
@@ -350,20 +356,42 @@ class FilesystemStore:
         """In the background, when nothing is being written. Failure is a warning."""
         try:
             listing = list_checkpoints(self.storage)
-            best = _best_of(listing) if self.keep_best else None
         except OSError as error:
             log.warning("old checkpoints in %s are not deleted: %s", self.storage.name, redact(str(error)))
             return
-        sick = {c.path.name for c in listing.complete if not c.manifest.health.sound}
-        for name in to_delete(
-            [c.path.name for c in listing.complete],
-            [o.path.name for o in listing.orphans],
-            keep=self.keep,
-            rejected=self._rejected | sick,
-            best=best.path.name if best is not None else None,
-        ):
+        held = []
+        for c in listing.complete:
+            trust, in_force = self.trusted(c.manifest)
+            health, name = c.manifest.health, c.path.name
+            sound = health.sound and name not in self._rejected
+            held.append(Held(name, c.manifest.step, trust, sound, in_force, loss=health.eval_loss))
+        orphans = [o.path.name for o in listing.orphans]
+        for name in expendable(held, orphans, self.rules, at_risk=self.at_risk):
             task.check()
             delete_checkpoint(self.storage, name)
+
+    def write_beside(self, name: str, value: Any) -> None:
+        """A small JSON file beside the checkpoints, in the background, by a committer. A failure is a warning."""
+        data = json.dumps(value).encode()
+
+        def write(task: Task) -> None:
+            try:
+                self._job.may_write()
+                self.storage.put(name, data)
+            except (OSError, ResilientError) as error:
+                log.warning("%s could not be written: %s", name, redact(str(error)))
+
+        self._writer.submit(f"write {name}", write, self._together.deadline_s)
+
+    def read_beside(self, name: str, limit: int) -> Any:
+        """What is in such a file; None if there is none that can be read. For one rank."""
+        found: list[Any] = []
+
+        def read(task: Task) -> None:
+            found.append(json.loads(self.storage.get(name, limit)))
+
+        self._writer.run(f"read {name}", read, _HOUSEKEEPING_S)
+        return found[0] if found else None
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -376,15 +404,30 @@ class FilesystemStore:
         Raises NothingUsable when there are traces and nothing can be loaded (unless on_no_valid_checkpoint="fresh"),
         CheckpointError when the checkpoint belongs to another run, world size or engine, when it lacks a required
         part, when `step` cannot be loaded, or when a rank does not see the place. All of these on all ranks alike."""
-        layout, vote = self.layout(), lambda ok: self._vote(ok)
-        loader = Loader(self._job, self._together, layout, self._gather, vote, self._run_dir)
+        loader = self._loader()
         found = loader.load(step, on_no_valid_checkpoint)
         self._rejected |= loader.rejected
-        if found is None:
-            return None
+        return self._keep(found).snapshot if found is not None else None
+
+    def offers(self) -> tuple[list[Offer], str]:
+        """Complete checkpoints that every rank could load, best first, and traces of training ("" for a fresh run), both the
+        same on all ranks but for the names of folders. Collective."""
+        return self._loader().offers()
+
+    def take(self, offer: Offer, part: bool = True) -> Loaded | None:
+        """See Loader.take. Collective."""
+        loader = self._loader()
+        found = loader.take(offer, part)
+        self._rejected |= loader.rejected
+        return self._keep(found) if found is not None else None
+
+    def _loader(self) -> Loader:
+        return Loader(self._job, self._together, self.layout(), self._gather, lambda ok: self._vote(ok), self._run_dir)
+
+    def _keep(self, found: Loaded) -> Loaded:
         self.manifest = found.manifest
         self._held[found.manifest.step, found.manifest.attempt] = found.folder
-        return found.snapshot
+        return found
 
 
 def configured_store(
@@ -409,6 +452,7 @@ def configured_store(
         vote=vote,
         gather=gather,
         keep=config.keep,
+        keep_every=config.keep_every,
         keep_best=config.keep_best,
         run_id=run_dir.name,
         generation=generation,

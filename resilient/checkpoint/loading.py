@@ -42,19 +42,20 @@ _FOLDER = re.compile(r"step-(\d{8,})-a(\d{8,})(?:\.old(\d+))?")
 class Loaded:
     folder: str
     manifest: Manifest
-    snapshot: Snapshot
+    snapshot: Snapshot | None  # None on a rank that has it from elsewhere
 
 
 @dataclass(frozen=True)
 class Offer:
     """One complete checkpoint as a committer has listed it, as numbers that a float64 holds exactly.
 
-    aside: of a folder that was put aside, -1 for others. seal: 48 bits of its manifest's digest, of this domain only.
+    aside: of a folder that was put aside, -1 for others. sound: as its health says. seal: 48 bits of its manifest's digest, of this domain only.
     identity: 48 bits that are the same in all domains."""
 
     step: int
     attempt: int
     aside: int
+    sound: bool
     identity: int
     seal: int
 
@@ -65,7 +66,7 @@ class Offer:
         if match is None:
             return None
         step, attempt, aside = (-1 if group is None else int(group) for group in match.groups())
-        return cls(step, attempt, aside, int(manifest.identity, 16), _seal(manifest))
+        return cls(step, attempt, aside, manifest.health.sound, int(manifest.identity, 16), _seal(manifest))
 
     @property
     def folder(self) -> str:
@@ -94,15 +95,13 @@ class Loader:
 
     def load(self, step: int | None, on_no_valid_checkpoint: Literal["stop", "fresh"]) -> Loaded | None:
         """See FilesystemStore.load."""
-        offers, traces = self._choose(step)
+        offers, traces = self.offers(step)
         for offer in offers:
             if step is not None and offer.step != step:
                 continue
-            loaded = self._try(offer)
+            loaded = self.take(offer)
             if loaded is not None:
                 return loaded
-            self.rejected.add(offer.folder)
-            log.warning("checkpoint %s refused on all ranks: %s", offer.folder, self._together.problem)
         place = self._job.storage.name
         if step is not None:
             known = sorted((offer.step for offer in offers), reverse=True) or "none"
@@ -120,9 +119,9 @@ class Loader:
 
     # -- which ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, step: int | None) -> tuple[list[Offer], str]:
+    def offers(self, step: int | None = None) -> tuple[list[Offer], str]:
         """Checkpoints to try in order, and traces of training: what the committer of this rank's domain sees, of what all
-        domains have. Nothing is written for it: a full disk can be loaded from."""
+        domains have. Nothing is written for it: a full disk can be loaded from. Collective."""
         self._together.problem = ""
         listed: list[Offer] = []
         traces = ""
@@ -146,7 +145,8 @@ class Loader:
             row[:] = astuple(offer)
         told = self._gather(torch.from_numpy(mine.reshape(-1))).reshape(-1, *mine.shape)
         offers = {
-            domain: [Offer(*map(int, row)) for row in told[domain[0]] if row[0] >= 0] for domain in self._layout.domains
+            domain: [Offer(*row.astype(int).tolist()) for row in told[domain[0]] if row[0] >= 0]
+            for domain in self._layout.domains
         }
         common = set.intersection(*({offer.identity for offer in found} for found in offers.values()))
         order = {offer.identity: place for place, offer in reversed(list(enumerate(offers[self._layout.domains[0]])))}
@@ -157,8 +157,18 @@ class Loader:
 
     # -- load ----------------------------------------------------------------------------------------------------
 
-    def _try(self, offer: Offer) -> Loaded | None:
-        """One checkpoint on all ranks: its manifest, fitting this job, every rank's part verified and loaded."""
+    def take(self, offer: Offer, part: bool = True) -> Loaded | None:
+        """One checkpoint on all ranks: its manifest, fitting this job, every rank's part verified and loaded. None if a rank
+        cannot. part: False on a rank that has its part from elsewhere. Collective.
+
+        Raises CheckpointError, on all ranks, when it is of another job."""
+        loaded = self._try(offer, part)
+        if loaded is None:
+            self.rejected.add(offer.folder)
+            log.warning("checkpoint %s refused on all ranks: %s", offer.folder, self._together.problem)
+        return loaded
+
+    def _try(self, offer: Offer, own: bool) -> Loaded | None:
         job, storage, folder = self._job, self._job.storage, offer.folder
         path = path_of(storage, folder)
         manifests: list[Manifest] = []
@@ -182,6 +192,8 @@ class Loader:
                 raise CheckpointError(f"{job.where(folder)}/{MANIFEST} is not the one that rank {job.domain[0]} chose")
 
         def load(task: Task) -> None:
+            if not own:
+                return
             part = manifests[0].part_of(job.rank)
             snapshot = read_part(storage, folder, part, task.check)
             if (snapshot.step, snapshot.attempt) != (manifests[0].step, manifests[0].attempt):
@@ -197,7 +209,7 @@ class Loader:
             raise CheckpointError(unfit or f"{job.where(folder)} does not fit this job, another rank says")
         if not self._together.agree(f"load its part of {folder}", load):
             return None
-        return Loaded(folder, manifests[0], snapshots[0])
+        return Loaded(folder, manifests[0], snapshots[0] if own else None)
 
     def _unfit(self, manifest: Manifest) -> str:
         """Why this job must not load it, "" if it may."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -56,10 +57,10 @@ class Key:
 
 
 class PeerStore:
-    """Construct on all ranks at the same point.
+    """Construct on all ranks, then `join` on all of them at the same point.
 
     folder: of this run, on a memory file system of this host; made with mode 0700, shared by the host's ranks.
-    hosts: host name by rank. gather: (n,) vector -> (world, n) of all ranks, collective. token: the job's secret.
+    token: the job's secret.
     keep: complete snapshots to keep; one more is being written now and then. timeout_s: of one silence in a transfer.
     Raises CheckpointError on the rank that cannot make its folder or listen."""
 
@@ -68,16 +69,17 @@ class PeerStore:
         folder: Path,
         *,
         rank: int,
-        hosts: Sequence[str],
-        gather: Callable[[torch.Tensor], np.ndarray],
         token: str,
         keep: int = 2,
         limit: int = 1 << 40,
         timeout_s: float = 30.0,
     ) -> None:
-        self.folder, self.rank, self.world = folder, rank, len(hosts)
+        self.folder, self.rank, self.world = folder, rank, 1
         self.keep, self.timeout_s = max(keep, 1), timeout_s
-        self._gather, self._token = gather, token
+        self.partner: int | None = None
+        self._token = token
+        self._gather: Callable[[torch.Tensor], np.ndarray] | None = None
+        self._addresses: list[Address] = []
         self._held = -1
         self._problem = ""
         self._running: Future[int] | None = None
@@ -87,8 +89,16 @@ class PeerStore:
         except OSError as error:
             raise CheckpointError(f"no peer copies from rank {rank}: {folder}: {error}") from error
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="resilient-peer")
+
+    def join(self, hosts: Sequence[str], gather: Callable[[torch.Tensor], np.ndarray]) -> None:
+        """Learn where the others listen. hosts: host name by rank. gather: (n,) vector -> (world, n) of all ranks, collective.
+        Collective."""
+        self.world, self._gather = len(hosts), gather
         self._addresses = _addresses(gather, self._server.port)
-        self.partner = partners(hosts)[rank]
+        self.partner = partners(hosts)[self.rank]
+        for path in self.folder.parent.glob(f"{self.folder.name.rpartition('-')[0]}-*"):
+            if path != self.folder and self.folder.name.count("-"):  # of a run of this name that was begun anew since
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- while training -------------------------------------------------------------------------------------------
 
@@ -96,11 +106,12 @@ class PeerStore:
     def idle(self) -> bool:
         return self._running is None or self._running.done()
 
-    def hold(self, snapshot: Snapshot) -> None:
-        """Copy this frozen snapshot, in the background. The last one must be done (`idle`)."""
+    def hold(self, snapshot: Snapshot, outer: Mapping[str, Any] | None = None) -> None:
+        """Copy this frozen snapshot, in the background, and the JSON state that outlives a rollback. The last one must be
+        done (`idle`)."""
         if not self.idle:
             raise RuntimeError("one snapshot at a time")
-        self._running = self._worker.submit(self._hold, snapshot)
+        self._running = self._worker.submit(self._hold, snapshot, dict(outer or {}))
 
     def held(self) -> int:
         """Attempt of the newest snapshot that lies on this host and at the partner; -1 before the first one. No wait."""
@@ -140,12 +151,12 @@ class PeerStore:
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._server.close()
 
-    def _hold(self, snapshot: Snapshot) -> int:
+    def _hold(self, snapshot: Snapshot, outer: dict[str, Any]) -> int:
         key = Key(snapshot.attempt, snapshot.step)
         partial = self.folder / f"{key.stem}-{self.rank}.{secrets.token_hex(4)}.partial"
         try:
             with open(partial, "wb") as file:
-                torch.save({name: getattr(snapshot, name) for name in _FIELDS}, file)
+                torch.save({name: getattr(snapshot, name) for name in _FIELDS} | {"outer": outer}, file)
             name = f"{key.stem}-rank-{self.rank:05d}-of-{self.world:05d}-{_digest(partial)}.pt"
             os.replace(partial, path := self.folder / name)
         except Exception as error:  # torch's writer turns a full file system into a RuntimeError
@@ -169,6 +180,7 @@ class PeerStore:
             mine[i, 0], mine[i, 1] = key.attempt + 1, key.step
             for rank in parts[key]:
                 mine[i, 2 + rank // _BITS] += float(1 << rank % _BITS)
+        assert self._gather is not None
         told = self._gather(mine.reshape(-1)).reshape(self.world, _OFFERED, 2 + words)
         holders: dict[Key, dict[int, list[int]]] = {}
         for holder, rows in enumerate(told):
@@ -184,8 +196,8 @@ class PeerStore:
             if len(found) == self.world
         ]
 
-    def load(self, key: Key, holder: int) -> Snapshot:
-        """This rank's part of a snapshot from `find`. Raises CheckpointError when it cannot be had or is damaged."""
+    def load(self, key: Key, holder: int) -> tuple[Snapshot, dict[str, Any]]:
+        """This rank's part of a snapshot from `find`, and the outer state that was copied with it. Raises CheckpointError when it cannot be had or is damaged."""
         path = self._parts(key).get(self.rank)
         if path is None:
             name = f"{key.stem}-rank-{self.rank:05d}-of-{self.world:05d}"
@@ -195,13 +207,14 @@ class PeerStore:
             raise CheckpointError(f"{path}: its content is not what was written (digest differs)")
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
+            outer = dict(content.pop("outer"))
             snapshot = Snapshot(**content)
         except Exception as error:  # torch.load raises many kinds
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         missing = [name for name in PARTS if name not in snapshot.parts]
         if missing or (snapshot.step, snapshot.attempt) != (key.step, key.attempt):
             raise CheckpointError(f"{path} is not the part of step {key.step} that its name says")
-        return snapshot
+        return snapshot, outer
 
     # -- the folder -----------------------------------------------------------------------------------------------
 

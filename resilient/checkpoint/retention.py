@@ -7,7 +7,7 @@ the next snapshot to become good must be allowed to, or a run that saves faster 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resilient.checkpoint.trust import Trust
@@ -133,28 +133,6 @@ def make_room(held: Sequence[Held], incoming: int, budget: int) -> Room:
         used -= h.bytes
     fits = used + incoming <= budget
     return Room(tuple(evict) if fits else (), fits)
-
-
-def to_delete(
-    complete: Sequence[str],
-    orphans: Sequence[str],
-    *,
-    keep: int,
-    rejected: Collection[str] = (),
-    best: str | None = None,
-) -> list[str]:
-    """Names to delete.
-
-    complete, orphans: newest first. rejected: complete by size, but their content was refused at load, or is sick
-    (weights or evaluation not finite, BR-35); they do not count as kept. best: stays whatever its age. The newest `keep`
-    sound ones stay (at least one), and so does the newest broken one, for a person to look at. While there is no sound
-    one, nothing is deleted.
-    """
-    sound = [name for name in complete if name not in rejected]
-    if not sound:
-        return []
-    broken = [name for name in complete if name in rejected] + list(orphans)
-    return [name for name in sound[max(keep, 1) :] if name != best] + broken[1:]
 
 
 def best_of(losses: Mapping[str, float | None]) -> str | None:

@@ -42,15 +42,13 @@ class MemoryRing:
         while len(self._snapshots) > self._keep:
             self._release(self._snapshots.pop(0))
 
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """Oldest first."""
+        return tuple(self._snapshots)
+
     def steps(self) -> tuple[int, ...]:
         return tuple(s.step for s in self._snapshots)
-
-    def targets(self, onset_step: int) -> list[Snapshot]:
-        """Rollback targets for trouble that began at `onset_step`, best first: newest that had `trust_after` clean
-        steps between it and the onset. The oldest snapshot qualifies if it is at least before the onset."""
-        before = [s for s in self._snapshots if s.step < onset_step]
-        good = [s for s in before if s.step + self.config.trust_after < onset_step]
-        return list(reversed(good or before[:1]))
 
     def drop_after(self, step: int) -> None:
         """Forget snapshots newer than `step`: they belong to a future that was taken back."""

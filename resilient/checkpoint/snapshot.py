@@ -7,7 +7,9 @@ Taken only when optimizer, schedule, counters and data position have all moved (
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,36 @@ from resilient.checkpoint.digest import state_digest, walk
 PARTS = ("engine", "rng", "data", "judge")
 """Required parts. A snapshot or checkpoint that lacks one is refused (BR-09)."""
 
+_PLAIN = frozenset((int, float, str, bool, type(None)))  # need no copy
+
+
+class Digests(Mapping[str, str]):
+    """The digests of a snapshot's parts, taken in the background: hashing takes about as long as copying, and training need
+    not wait for it. Reading a digest waits; the names are there at once."""
+
+    def __init__(self, parts: dict[str, Any], executor: Executor) -> None:
+        self._taken = executor.submit(Snapshot.digest_parts, parts)
+
+    def __getitem__(self, name: str) -> str:
+        return self._taken.result()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PARTS)
+
+    def __len__(self) -> int:
+        return len(PARTS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in PARTS
+
+    def wait(self) -> None:
+        """Until nothing reads the snapshot for its digests any more."""
+        wait([self._taken])
+
+    def __reduce__(self) -> Any:
+        """As a plain mapping, of the kind that `torch.load(weights_only=True)` accepts."""
+        return OrderedDict, (), None, None, iter(self._taken.result().items())
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -26,7 +58,7 @@ class Snapshot:
     parts: one entry per name in PARTS, nested dicts of tensors and plain values.
     position: data windows consumed since the run began (trained and skipped alike).
     lr, schedule: what the next step would use, for the proof after a restore.
-    digests: 64-bit digest per part, taken when the snapshot was.
+    digests: 64-bit digest per part, of what the snapshot holds (see Digests).
     pieces: what the engine's tensors are of the whole model (see pieces.py, as plain values), for another world size; empty
         where the engine cannot say, or nobody will ask.
     """
@@ -37,7 +69,7 @@ class Snapshot:
     lr: float
     schedule: int | None
     parts: dict[str, Any]
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
     pieces: list[tuple[Any, ...]] = field(default_factory=list)
 
     @staticmethod
@@ -68,17 +100,19 @@ def freeze(state: Any, into: Any = None) -> Any:
 
 
 def _plan(state: Any, into: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
     if isinstance(state, torch.Tensor):
-        live = state.detach()
-        fits = isinstance(into, torch.Tensor) and into.shape == live.shape and into.dtype == live.dtype
-        pinned = live.device.type != "cpu"
-        kept = into if fits else torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
-        copies.append((kept, live))
+        fits = isinstance(into, torch.Tensor) and into.shape == state.shape and into.dtype == state.dtype
+        pinned = state.device.type != "cpu"
+        kept = into if fits else torch.empty(state.shape, dtype=state.dtype, pin_memory=pinned)
+        copies.append((kept, state))
         return kept
-    if type(state) is dict:
+    if kind is dict:
         old: Mapping[Any, Any] = into if isinstance(into, dict) else {}
         return {key: _plan(item, old.get(key), copies) for key, item in state.items()}
-    if type(state) in (list, tuple):
+    if kind is list or kind is tuple:
         alike = isinstance(into, list | tuple) and len(into) == len(state)
-        return type(state)(_plan(item, into[i] if alike else None, copies) for i, item in enumerate(state))
+        return kind(_plan(item, into[i] if alike else None, copies) for i, item in enumerate(state))
     return copy.deepcopy(state)

@@ -90,15 +90,15 @@ class _Entry:
 class TrustBook:
     """Levels of all snapshots that some tier may hold.
 
-    after: clean steps after a snapshot that make it good (W). A step's damage may show only in the next loss, so W >= 1
-        (the configuration's trust_after). stretch: two failures whose onsets are at most so many steps apart may be the same.
+    after: clean steps after a snapshot that make it good (W, the configuration's trust_after). A step's damage may show only
+        in the next loss: with 0 every snapshot counts as good until an onset is found. stretch: two failures whose onsets are at most so many steps apart may be the same.
 
     `head` is the snapshot from which training goes on: the newest one saved, or the one loaded since.
     """
 
     def __init__(self, after: int = 2, stretch: int = 10) -> None:
-        if after < 1:
-            raise ValueError(f"trust needs at least one clean step after a snapshot, got {after}")
+        if after < 0:
+            raise ValueError(f"clean steps after a snapshot cannot be {after}")
         self.after, self.stretch = after, stretch
         self.head: Key | None = None
         self._loaded: Key | None = None
@@ -111,7 +111,7 @@ class TrustBook:
         key = Key(*key)
         if key not in self._entries:
             parent = self.head if self.head is None or self.head.attempt < key.attempt else None
-            self._entries[key] = _Entry(parent=parent)
+            self._entries[key] = _Entry(Trust.PROVISIONAL if self.after > 0 else Trust.GOOD, parent=parent)
             self.head = key
 
     def clean_step(self, step: int) -> None:
@@ -219,7 +219,7 @@ class TrustBook:
         key = Key(*key)
         return key not in self._entries or key in set(self._line())
 
-    def keys(self) -> tuple[Key, ...]:
+    def known(self) -> tuple[Key, ...]:
         """All known ones, the latest attempt first."""
         return tuple(sorted(self._entries, key=lambda key: key.attempt, reverse=True))
 

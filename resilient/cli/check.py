@@ -53,6 +53,7 @@ def _run(job: JobConfig, problems: list[str]) -> None:
         "run.threads": run.threads,
         "run.snapshot.every": run.snapshot.every,
         "run.checkpoint.every": run.checkpoint.every,
+        "run.checkpoint.keep_every": run.checkpoint.keep_every,
     }
     problems += [f"{key}={value}: must be at least 1" for key, value in at_least_one.items() if value < 1]
     problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]

@@ -21,6 +21,7 @@ COMMANDS = {
     "checkpoint": "list, verify, compare, delete and export checkpoints",
     "probe": "measure the links between ranks, and their arithmetic: what is slow or wrong",
     "bench": "the benchmarks behind the figures: detection, overhead",
+    "drill": "rehearse failures: checkpoints under kills, damage and full disks",
     "demo": "break a small run in several ways, with and without the guard",
 }
 

@@ -14,36 +14,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from resilient.checkpoint.config import CheckpointConfig
-from resilient.checkpoint.manifest import Health
+from resilient.checkpoint.filesystem import FilesystemStore
+from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import Snapshot
+from resilient.checkpoint.trust import Failure, TrustBook
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.contracts import Contracts
+from resilient.coordinator.copies import PeerCopies
 from resilient.coordinator.events import Listener, StepReport
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window, WindowFeed
 from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
-from resilient.coordinator.outer import Outer
+from resilient.coordinator.outer import Outer, newest
 from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.requests import RequestDesk, granted
 from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
-from resilient.coordinator.saving import Saver, Store
+from resilient.coordinator.saving import Saver
 from resilient.coordinator.second_look import SecondLook
 from resilient.coordinator.state import StateKeeper
+from resilient.coordinator.tiers import Candidate, Refit, Tiers
 from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
 from resilient.errors import (
-    CounterMismatch,
+    CheckpointError,
+    DataPositionError,
     ExchangeFailed,
     GuardError,
     Interrupted,
@@ -61,6 +66,7 @@ from resilient.signals import (
     Knobs,
     LinkReport,
     Observation,
+    Severity,
     StepRecord,
 )
 from resilient.signals.record import names_digest
@@ -93,18 +99,18 @@ class Coordinator:
         ring: MemoryRing,
         config: GuardConfig,
         checkpoint: CheckpointConfig | None = None,
-        store: Store | None = None,
+        store: FilesystemStore | None = None,
         listeners: Sequence[Listener] = (),
         outer_path: Path | None = None,
         scene: Scene | None = None,
         origin: OriginProbe | None = None,
         requests: tuple[Path, int] | None = None,
+        peer: PeerStore | None = None,
     ) -> None:
         self.engine = engine
         self.feed = feed
         self.judge = judge
         self.exchange = exchange
-        self.ring = ring
         self.config = config
         self.outer = Outer()
         self.applied = 0
@@ -136,7 +142,21 @@ class Coordinator:
             config=checkpoint or CheckpointConfig(every=0),
             tell=self._tell,
             level=self._level,
+            lend=ring.lend,
+            committed=lambda step, attempt: self._tiers.committed(step, attempt),
         )
+        self.ring = ring
+        self._tiers = Tiers(
+            exchange,
+            ring,
+            store=store,
+            peer=peer,
+            book=TrustBook(ring.config.trust_after),
+            tell=self._tell,
+            level=self._level if judge is not None else None,
+        )
+        self._copies = PeerCopies(peer, exchange, tell=self._tell, lend=ring.lend) if peer is not None else None
+        self._goes_back = judge is not None and judge.ladder.config.mode != "observe"
         self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None
         self._micro = 0
@@ -164,42 +184,65 @@ class Coordinator:
     def step_index(self) -> int:
         return self.applied + 1
 
-    def start(self, resume: Snapshot | None = None, outer: Outer | None = None, health: Health | None = None) -> None:
-        """Begin or resume. Call once on all ranks before the first batch. health: of the checkpoint resumed from."""
-        if health is not None:
-            self._evaluated = {name: math.inf if v is None else v for name, v in health.evaluation.items()}
-        if outer is not None:
-            self.outer = outer
-            for first, last in outer.excluded:
-                self.feed.exclude(first, last)
-            if self.judge is not None and outer.policy:
-                self.judge.ladder.load_state_dict(outer.policy)
+    def start(self, on_no_valid_checkpoint: Literal["stop", "fresh"] = "stop", refit: Refit | None = None) -> None:
+        """Begin or resume. Call once on all ranks before the first batch. refit: takes a checkpoint of another world size.
+
+        Raises NothingUsable where something was trained and no state of it can be restored exactly on all ranks."""
         self._started = True
         self._contracts.anchor()
-        if resume is not None:
-            differences = self._state.restore(resume)
-            if not self.exchange.vote(not differences, resume.step):
-                raise CounterMismatch(
-                    f"resuming from the checkpoint of step {resume.step} is not exact"
-                    + (
-                        f" on rank {self.exchange.rank}: {'; '.join(differences)}"
-                        if differences
-                        else " on another rank"
-                    )
-                )
-            self.applied = resume.step
-            self._saver.last = resume.step
-            self.outer.steps_lost = self.outer.applied - resume.step
-            self._contracts.anchor(resume.step)
-            self._tell("resume", {"step": resume.step, "position": resume.position})
+        resumed = self._resume(on_no_valid_checkpoint, refit)
         self._upcoming()
         if self.judge is not None and self.guarded:
             self._hello()
             self._prepare_second_looks(self.judge)
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
-        if resume is None and self._saver.periodic:
+        if not resumed and self._saver.periodic:
             self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
+        remark = self._preemption.remark()
+        if remark is not None:
+            self._tell("warning", {"message": remark})
         self._leave_if_asked()
+
+    def _resume(self, on_no_valid_checkpoint: Literal["stop", "fresh"], refit: Refit | None) -> bool:
+        """From the best state that every rank can restore exactly. False: a fresh start."""
+        told: set[tuple[int, ...]] = set()
+        for candidate in self._tiers.resumes(refit, on_no_valid_checkpoint):
+            resume = candidate.snapshot
+            outer = Outer.from_dict(self.exchange.share(newest(self._outer_path, candidate.outer)))
+            for window in {tuple(window) for window in outer.excluded} - told:
+                told.add(window)
+                self.feed.exclude(*window)
+            differences = self._restored(resume)
+            if not self.exchange.vote(not differences, resume.step):
+                self._refuse(candidate, differences)
+                continue
+            self.outer = outer
+            if self.judge is not None and outer.policy:
+                self.judge.ladder.load_state_dict(outer.policy)
+            if candidate.health is not None:
+                evaluation = candidate.health.evaluation.items()
+                self._evaluated = {name: math.inf if v is None else v for name, v in evaluation}
+            self.applied = resume.step
+            self._saver.resumed(resume.step)
+            self.outer.steps_lost = self.outer.applied - resume.step
+            self._contracts.anchor(resume.step)
+            self._tiers.loaded(candidate)
+            about = {"step": resume.step, "position": resume.position, "from": str(candidate.target)}
+            self._tell("resume", about | ({"changes": list(candidate.changes)} if candidate.changes else {}))
+            return True
+        return False
+
+    def _restored(self, snapshot: Snapshot, excluded: tuple[int, int] | None = None) -> list[str]:
+        """Put it back; what differs then, or why it cannot be put back, on this rank."""
+        try:
+            return self._state.restore(snapshot, excluded)
+        except (CheckpointError, DataPositionError) as error:
+            return [str(error)]
+
+    def _refuse(self, candidate: Candidate, differences: list[str]) -> None:
+        why = "; ".join(differences) or "it is not exact on another rank"
+        self._tell("warning", {"message": f"the state of step {candidate.key.step} cannot be restored: {why}"})
+        self._tiers.refused(candidate, why)
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config
@@ -249,10 +292,10 @@ class Coordinator:
             if self._again is None and not self._data_left():
                 if epochs is None or self.feed.epoch + 1 >= epochs or self.config.on_uneven_data == "stop_all":
                     self._pass_over = True
-                    return
+                    break
                 self._open_epoch()
                 if not self._data_left():
-                    return
+                    break
             self._begin_window()
             assert self._window is not None
             batches = self._window.batches
@@ -261,6 +304,7 @@ class Coordinator:
                 yield batch
                 if self._window is not None:
                     self._check_micro(index)
+        self._finish_saves()  # all ranks end together; a loop need not call anything for it
 
     def backward(self, loss: torch.Tensor, report: torch.Tensor | None = None, tokens: float | None = None) -> None:
         """Backward of one micro-step. `report`: the rank's own mean loss to show, when `loss` is weighted for the global
@@ -302,8 +346,9 @@ class Coordinator:
     def _leave_if_asked(self) -> None:
         """At the quiescent point that a TERM has been waiting for, on all ranks."""
         if self._leaving:
-            self._save_if_due(applied=False, asked=True, snapshot=None)
-            saved = "the state is saved" if self._saver.last == self.applied else "nothing was saved"
+            if self.applied not in self._saved_at():
+                self._save_if_due(applied=False, asked=True, snapshot=None, leaving=True)
+            saved = "the state is saved" if self.applied in self._saved_at() else "nothing was saved"
             raise Preempted(f"asked to leave at step {self.applied}; {saved}")
 
     @contextmanager
@@ -360,6 +405,9 @@ class Coordinator:
             self._measure = None
         if self._desk is not None:
             self._desk.close(self.applied)
+        self._saver.close()
+        if self._tiers.peer is not None:
+            self._tiers.peer.close()
         self._listeners.close()
         if self._second_look is not None:
             self._second_look.close()
@@ -504,7 +552,9 @@ class Coordinator:
             self._second_look.fill(record)
             self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))
         dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
-        record.flags = self._pending_flags | dropped | self._contracts.flags(self.applied)
+        saving = {"busy": Flag.SAVE_BUSY, "failed": Flag.SAVE_FAILED}.get(self._saver.state(), 0)
+        copying = self._copies.flags() if self._copies is not None else 0
+        record.flags = self._pending_flags | dropped | saving | copying | self._contracts.flags(self.applied)
         if self._desk is not None:
             self._desk.fill(record)
         return record
@@ -520,9 +570,7 @@ class Coordinator:
             if links is not None:
                 self._tell("links", {"step": table.step, **asdict(links)})
                 judgement = self._conclude(observation, findings, links=links)
-        judgement, self.outer.lr_factor = granted(
-            judgement, table, self.outer.lr_factor, lambda onset: len(self.ring.targets(onset))
-        )
+        judgement, self.outer.lr_factor = granted(judgement, table, self.outer.lr_factor, self._tiers.count)
         if judgement.decision.action != "apply":
             self._confirm(judgement.decision)
         return judgement
@@ -539,7 +587,7 @@ class Coordinator:
             observation,
             findings,
             dynamic_scale=self.engine.dynamic_loss_scale(),
-            targets=lambda onset: len(self.ring.targets(onset)),
+            targets=self._tiers.count,
             hosts=self._hosts,
             links=links,
             confirmation=confirmation,
@@ -595,6 +643,7 @@ class Coordinator:
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
         alarms = self.judge.settle(judgement, applied)
+        self._book(judgement, applied)
         self.outer.policy = self.judge.ladder.state_dict()
         self.outer.retried += decision.action == "retry"
         # Before a rollback: the counters add up in the checkpoint that it commits.
@@ -615,6 +664,7 @@ class Coordinator:
             position=window.index,
             attempts=self.outer.attempts,
         )
+        report = replace(report, signals={**report.signals, **self._saver.signals(self.applied)})
         self._listeners.tell("step", report)
         for alarm in alarms:
             self._tell("alarm", asdict(alarm))
@@ -635,6 +685,20 @@ class Coordinator:
         if self._desk is not None:
             saved = self._saver.last == self.applied
             self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
+
+    def _book(self, judgement: Judgement, applied: bool) -> None:
+        """What this attempt says about the states that lie behind it."""
+        decision, verdict = judgement.decision, judgement.verdict
+        if applied and all(finding.severity < Severity.WARN for finding in judgement.findings):
+            self._tiers.clean_step(self.applied)
+        action = decision.would or decision.action
+        if decision.onset_step is None or action not in ("skip", "rollback", "stop"):
+            return
+        self._tiers.onset(decision.onset_step, decision.reason or decision.cause or action)
+        if verdict is not None and decision.action in ("rollback", "stop"):
+            shown = next(iter(judgement.findings), None)
+            what = verdict.place or (f"{shown.signal}/{shown.statistic}" if shown is not None else "")
+            self._tiers.failed(Failure(verdict.cause, what, decision.onset_step))
 
     def _run_it_again(self, judgement: Judgement, table: Exchanged, window: Window) -> None:
         """The same window is the next attempt at this step, as if this one had not been."""
@@ -668,7 +732,13 @@ class Coordinator:
         leaving = bool(table.ranks_flagged(Flag.PREEMPTED))
         asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
         snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
-        self._save_if_due(applied, asked, snapshot)
+        failed, busy = table.ranks_flagged(Flag.SAVE_FAILED), table.ranks_flagged(Flag.SAVE_BUSY)
+        self._saver.hear(failed=bool(failed), busy=bool(busy))
+        if self._copies is not None:
+            self._copies.hear(table)
+            if snapshot is not None:
+                self._copies.begin(snapshot, self.outer.as_dict())
+        self._save_if_due(applied, asked, snapshot, leaving)
         if table.ranks_flagged(Flag.TELEMETRY_FAILED) and self.config.on_guard_failure == "stop":
             ranks = table.ranks_flagged(Flag.TELEMETRY_FAILED)
             raise GuardError(f"rank {', '.join(map(str, ranks))} cannot write its journal (on_guard_failure: stop)")
@@ -688,16 +758,14 @@ class Coordinator:
         excluded = None
         if decision.skip_data:
             excluded = (self._window_of_step.get(decision.onset_step, self._window.index), self.feed.position)
-        targets = self.ring.targets(decision.onset_step)
-        for snapshot in targets[min(further_back, len(targets) - 1) :]:
-            differences = self._state.restore(snapshot, excluded)
-            if self.exchange.vote(not differences, snapshot.step, decision.attempt):
+        for candidate in self._tiers.before(decision.onset_step, further_back):
+            differences = self._restored(candidate.snapshot, excluded)
+            if self.exchange.vote(not differences, candidate.key.step, decision.attempt):
                 break
-            self._tell(
-                "warning", {"message": f"restore of step {snapshot.step} is not exact: {'; '.join(differences)}"}
-            )
+            self._refuse(candidate, differences)
         else:
-            raise StopRequested(f"no snapshot before step {decision.onset_step} could be restored exactly")
+            raise StopRequested(f"no state before step {decision.onset_step} could be restored exactly")
+        snapshot = candidate.snapshot
         self.outer.rollbacks += 1
         self.outer.steps_lost += self.applied - snapshot.step
         if excluded is not None:
@@ -705,7 +773,9 @@ class Coordinator:
         self.applied = snapshot.step
         if self._measure is not None:
             self._measure.forget_update()
-        self.ring.drop_after(snapshot.step)
+        if self._copies is not None:
+            self._copies.give_up()
+        self._tiers.loaded(candidate)
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
         self._contracts.remember_lr()
         self._hello()
@@ -717,8 +787,12 @@ class Coordinator:
     def _snapshot_if(self, due: bool) -> Snapshot | None:
         if not due:
             return None
+        if not self._goes_back:  # nobody will: its place is marked, so that it is known what would have been done
+            lr, schedule = self.engine.lr(), self.engine.counters().schedule
+            self._tiers.captured(Snapshot(self.applied, self.outer.attempts, self.feed.position, lr, schedule, {}))
+            return None
         snapshot = self._state.capture(self.applied, self.outer.attempts, into=self.ring.spare())
-        self.ring.add(snapshot)
+        self._tiers.captured(snapshot)
         if self.ring.config.budget_mb is not None and self._sized < 2:  # the first has no moments yet
             self._sized += 1
             fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot.bytes))]))[:, 0]
@@ -734,18 +808,45 @@ class Coordinator:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None) -> None:
+    def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None, leaving: bool = False) -> None:
         if not self._exchange_works:
             return  # without votes no checkpoint can be committed
         try:
-            self._saver.save_if_due(self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot)
+            if leaving and self._copies is not None and not self.exchange.vote(self._preemption.fits(), self.applied):
+                return self._copy_now(snapshot)
+            with self._preemption.saving():
+                self._saver.save_if_due(self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot)
         except ExchangeFailed as error:  # nothing was committed, and training does not depend on it
             self._exchange_works = False
             self._guard_failed(error)
 
+    def _saved_at(self) -> tuple[int | None, ...]:
+        """Steps of the newest states that outlive this process."""
+        return self._saver.last, self._copies.last if self._copies is not None else None
+
+    def _copy_now(self, snapshot: Snapshot | None) -> None:
+        """There is no time for a checkpoint: the copies in memory, which outlive this process, are brought up to date."""
+        assert self._copies is not None and self._preemption.grace_s is not None
+        snapshot = snapshot or self._state.capture(self.applied, self.outer.attempts)
+        if not self._copies.make(snapshot, self.outer.as_dict(), self._preemption.grace_s):
+            self._tell(
+                "warning", {"message": f"step {self.applied} could not be copied to memory in the time there was"}
+            )
+
     def _save(self, snapshot: Snapshot) -> None:
         try:
-            self._saver.save(snapshot, self.outer)
+            with self._preemption.saving():
+                self._saver.save(snapshot, self.outer)
+        except ExchangeFailed as error:
+            self._exchange_works = False
+            self._guard_failed(error)
+
+    def _finish_saves(self) -> None:
+        """Wait for what is being written."""
+        if not self._exchange_works:
+            return
+        try:
+            self._saver.finish()
         except ExchangeFailed as error:
             self._exchange_works = False
             self._guard_failed(error)

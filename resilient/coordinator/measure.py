@@ -152,6 +152,7 @@ class Measurement:
             lr=self._engine.lr(),
             compute_s=self._computed - self._started - taps.reduce_s,
             collective_s=taps.collective_s if self._engine.device.type == "cpu" else math.nan,
+            reduce_s=taps.reduce_s if self._engine.device.type == "cpu" else math.nan,
             leftover_sq=0.0 if self._leftover is None else self._leftover,
             update_sq_share=math.nan if update is None else update.sq_share.sum(),
             layers=layers,

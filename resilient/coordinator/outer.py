@@ -6,6 +6,7 @@ Rewinding any of this would let a fault reset its own budget, or train again on 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,12 @@ class Outer:
             return cls.from_dict(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
+
+
+def newest(path: Path | None, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What outlives a rollback, from the last incident (`path`) or the checkpoint (`saved`), whichever has seen more attempts."""
+    found = [Outer.from_dict(dict(saved))] if saved else []
+    written = Outer.read(path) if path is not None else None
+    if written is not None:
+        found.append(written)
+    return max(found, key=lambda outer: outer.attempts, default=Outer()).as_dict()

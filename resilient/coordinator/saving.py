@@ -67,7 +67,7 @@ class Saver:
     and nothing can be until they can.
 
     last: step of the newest checkpoint known here. level: the stability letter to write down with it. lend: told of every
-    snapshot that is read in the background from now on."""
+    snapshot that is read in the background from now on. committed: told step and attempt of every checkpoint."""
 
     def __init__(
         self,
@@ -82,11 +82,12 @@ class Saver:
         tell: Callable[[str, Mapping[str, Any]], None],
         level: Callable[[], str],
         lend: Callable[[Snapshot], None] = lambda snapshot: None,
+        committed: Callable[[int, int], None] = lambda step, attempt: None,
     ) -> None:
         self._engine, self._exchange, self._feed = engine, exchange, feed
         self._state, self._contracts = state, contracts
         self._store, self._config = store, config
-        self._tell, self._level, self._lend = tell, level, lend
+        self._tell, self._level, self._lend, self._committed = tell, level, lend, committed
         self._evaluations: dict[
             int, dict[str, float]
         ] = {}  # by step: the last one, and those of saves that are pending
@@ -131,6 +132,7 @@ class Saver:
             if outcome.committed:
                 self.last = outcome.step
                 self._newest = (outcome.step, captured)
+                self._committed(outcome.step, outcome.attempt)
                 if outcome.step in self._evaluations:
                     self._store.evaluated(outcome.step, self._evaluations[outcome.step])
                 self._tell("checkpoint", {"step": outcome.step, "seconds": round(outcome.seconds, 3)})

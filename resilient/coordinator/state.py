@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from resilient.checkpoint.rng import capture_rng, restore_rng
-from resilient.checkpoint.snapshot import PARTS, Snapshot, freeze
+from resilient.checkpoint.snapshot import PARTS, Digests, Snapshot, freeze
 from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.judge import Judge
 from resilient.engines.base import Engine
@@ -22,11 +26,15 @@ class StateKeeper:
         self._engine = engine
         self._feed = feed
         self._judge = judge
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="resilient-digest", initializer=_give_way)
 
     def capture(self, step: int, attempt: int, into: Snapshot | None = None) -> Snapshot:
         """Frozen state at a quiescent point: optimizer, schedule, counters and data position have all moved.
 
-        into: a snapshot nobody needs any more, whose memory is used again."""
+        into: a snapshot nobody needs any more, whose memory is used again.
+        The digests are taken of the frozen copy, in the background."""
+        if into is not None and isinstance(into.digests, Digests):
+            into.digests.wait()
         parts = freeze(self._live(), into.parts if into is not None else None)
         return Snapshot(
             step=step,
@@ -35,7 +43,7 @@ class StateKeeper:
             lr=self._engine.lr(),
             schedule=self._engine.counters().schedule,
             parts=parts,
-            digests=Snapshot.digest_parts(parts),
+            digests=Digests(parts, self._hashing),
         )
 
     def restore(self, snapshot: Snapshot, exclude: tuple[int, int] | None = None) -> list[str]:
@@ -87,6 +95,12 @@ class StateKeeper:
                 "data": self._feed.state_dict(),
                 "judge": _to_tensors(self._judge.state_dict()) if self._judge is not None else {},
             }
+
+
+def _give_way() -> None:
+    """Where all cores are taken, training goes first: on Linux a thread has a priority of its own."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _to_tensors(state: Any) -> Any:

@@ -4,6 +4,8 @@ series      every signal over time: point, level, drift, trend, scale (statistic
 crossrank   one rank against the others (peers.py)
 stragglers  ranks and wires that the others wait for
 nonfinite   NaN and Inf, and where they began
+samples     the same sample on two ranks
+odd_window  one window that was off on all ranks, and passed
 drops       the fp16 loss scale falling
 collapse    silent collapse: evaluation and output statistics
 layers      several layers losing control together, and the first of them
@@ -30,8 +32,10 @@ from resilient.detectors.crossrank import CrossRankOutlier
 from resilient.detectors.drops import LossScaleDrops
 from resilient.detectors.monitor import Monitor
 from resilient.detectors.nonfinite import NonFinite
+from resilient.detectors.odd_window import OddWindow
 from resilient.detectors.reduction import ReductionCheck
 from resilient.detectors.replicas import Replicas
+from resilient.detectors.samples import SharedSamples
 from resilient.detectors.series import Series
 from resilient.detectors.sketched import ByMode, NonFiniteByMode, ReductionCheckByMode, ReplicasByMode
 from resilient.detectors.stragglers import SketchStragglers, Stragglers
@@ -47,12 +51,14 @@ __all__ = [
     "LossScaleDrops",
     "Monitor",
     "NonFinite",
+    "OddWindow",
     "ReductionCheck",
     "ReductionConfig",
     "Replicas",
     "ReplicasConfig",
     "Series",
     "SeriesConfig",
+    "SharedSamples",
     "Stragglers",
     "StragglersConfig",
     "Targets",
@@ -72,6 +78,8 @@ def build_detectors(config: DetectorConfig) -> list[Detector]:
         ReductionCheckByMode(config.reduction.sigmas, config.reduction.window, config.reduction.lossy),
         ReplicasByMode(repeats=config.replicas.repeats, window=config.replicas.window),
         ByMode(Stragglers(config.stragglers), SketchStragglers(config.stragglers)),
+        SharedSamples(),
+        OddWindow(),
         LossScaleDrops(config.drops),
         Collapse(config.collapse),
     ]

@@ -96,8 +96,9 @@ class Taps:
 class CellRows:
     """One bucket of the window that ended, by rows of 1024 elements, for a second look at a failed check.
 
-    name: of the bucket. before: (rows,) float64 on the device, this rank's part of the mean; after: (rows,) what this
-    rank holds of the reduced gradient, 0 in rows it holds nothing of. held: (rows,) bool, rows it holds any element of.
+    name: of the bucket. before: (rows, 8) float64 on the device, this rank's part of the mean, by parts of 128 elements;
+    after: (rows, 8) what this rank holds of the reduced gradient, 0 where it holds nothing. held: (rows,) bool, rows it
+    holds any element of.
     places: for each row, the parameters in it, by name."""
 
     name: str

@@ -13,18 +13,20 @@ zero_grad() did, when the window is complete and all ranks agree that the step i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
-from resilient.checkpoint.filesystem import FilesystemStore
+from resilient.checkpoint.filesystem import configured_store
+from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.coordinator import Coordinator
@@ -35,7 +37,7 @@ from resilient.coordinator.judge import Judge
 from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_monitor
 from resilient.engines.base import Engine
-from resilient.errors import ConfigError, ExitCode, ResilientError
+from resilient.errors import CheckpointError, ConfigError, ExitCode, ResilientError
 from resilient.incidents.nan_origin import OriginProbe
 from resilient.incidents.scene import SceneKeeper
 from resilient.policies import Ladder, PolicyConfig
@@ -113,16 +115,16 @@ class Guard:
         self.run: RunDirectory | None = run_dir
         store = None
         if self.run is not None:
-            store = FilesystemStore(
-                self.run.checkpoints,
+            store = configured_store(
+                checkpoint,
+                self.run.path,
                 rank=self.rank,
                 world=self.world,
                 vote=exchange.vote,
-                keep=checkpoint.keep,
-                keep_best=checkpoint.keep_best,
-                run_id=self.run.run_id,
+                gather=exchange.gather,
                 generation=self.run.generation,
                 fingerprint={"engine": engine.name, **(fingerprint or {})},
+                about={**self.run.about(), **_about(engine)},
                 may_write=self.run.assert_current_generation,
             )
         self._recorder = RunRecorder(self.run) if self.run is not None and self.rank == 0 else None
@@ -148,6 +150,7 @@ class Guard:
             scene=scene,
             origin=OriginProbe(self.run.incidents if self.run is not None else None, self.rank),
             requests=(self.run.path, self.run.generation) if self.run is not None else None,
+            peer=_peer_store(checkpoint, self.run, exchange) if self.run is not None else None,
         )
         self._exchange = exchange
         self.restores_data: Literal["exactly", "by count"] = "exactly" if feed.exact else "by count"
@@ -170,15 +173,7 @@ class Guard:
             "data_restored": self.restores_data,
         }
         coordinator.event("start", {**about, "generation": self.run.generation if self.run is not None else 0})
-        snapshot = outer = health = None
-        if self._store is not None:
-            assert self.run is not None
-            snapshot = self._store.load(on_no_valid_checkpoint=self._on_no_valid_checkpoint)
-            if snapshot is not None:
-                assert self._store.manifest is not None
-                saved, health = self._store.manifest.outer, self._store.manifest.health
-                outer = Outer.from_dict(self._exchange.share(_newest_outer(self.run.path / "outer.json", saved)))
-        coordinator.start(snapshot, outer, health)
+        coordinator.start(self._on_no_valid_checkpoint)
 
     def batches(self, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
         """Micro-batches until `steps` optimizer steps are in force or `epochs` epochs of the run are over; with neither,
@@ -359,6 +354,17 @@ def wrap(model: Any, optimizer: torch.optim.Optimizer | None, scheduler: Any, cl
     return DDPEngine(model, optimizer, scheduler, clip=clip)
 
 
+def _about(engine: Engine) -> dict[str, Any]:
+    """For the manifests of checkpoints: what a person wants to know of the job that wrote them."""
+    parameters = list(engine.module.parameters())
+    mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
+    return {
+        "engine": engine.name,
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "mesh": {"names": list(mesh.mesh_dim_names or ()), "shape": list(mesh.shape)} if mesh is not None else None,
+    }
+
+
 def _no_stray_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
     """A schedule the guard does not know of is not rolled back, not saved, and not held on a skip (BR-09)."""
     patched = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)
@@ -376,6 +382,27 @@ def _no_one_way_data(data: Iterable[Any]) -> None:
             f"Guard: data is a {type(data).__name__}, which can be read only once and has no state to restore. Pass "
             "something that can be iterated again (a DataLoader, a list), or give it state_dict and load_state_dict"
         )
+
+
+def _peer_store(config: CheckpointConfig, run: RunDirectory, exchange: Exchange) -> PeerStore | None:
+    """Copies in the hosts' memory, where they are asked for. Collective."""
+    if not config.peer:
+        return None
+    token = exchange.share(run.token() if exchange.rank == 0 else None)
+    digest = hashlib.blake2b(token.encode(), digest_size=4).hexdigest()
+    problem, peer = "", None
+    try:
+        peer = PeerStore(
+            Path(config.peer_folder) / f"{run.run_id}-{digest}",
+            rank=exchange.rank,
+            token=token,
+        )
+    except CheckpointError as error:
+        problem = str(error)
+    if exchange.vote(peer is not None) and peer is not None:
+        peer.join(exchange.hosts(), exchange.gather)
+        return peer
+    raise ConfigError(problem or "run.checkpoint.peer: another rank cannot keep copies in memory; its log says why")
 
 
 def _policy(policy: str | PolicyConfig) -> PolicyConfig:
@@ -425,12 +452,3 @@ def open_run(
     if "error" in answer:
         raise ConfigError(answer["error"])
     return run if run is not None else RunDirectory.attach(answer["path"])
-
-
-def _newest_outer(path: Path, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What outlives a rollback, from the last incident or the checkpoint, whichever has seen more attempts."""
-    found = [Outer.from_dict(dict(saved))] if saved else []
-    written = Outer.read(path)
-    if written is not None:
-        found.append(written)
-    return asdict(max(found, key=lambda outer: outer.attempts, default=Outer()))

@@ -43,7 +43,7 @@ class Finding:
     message: str = ""
     statistic: str = (
         "point"  # nonfinite | point | confirmed | level | drift | trend | scale | drop | layers | collapse | ranks |
-        # check (reduction) | replica (digests) | batch (fingerprints) | time (stragglers)
+        # check (reduction) | replica (digests) | batch (fingerprints) | time (stragglers) | passed (one odd window)
     )
     alone: bool = False  # one odd step by itself: may be refused, but is no alarm until another one confirms it
     onset_confidence: float = 1.0  # 0..1: how sure the onset step is; a sharp jump is sure, a slow drift is not

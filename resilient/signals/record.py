@@ -65,6 +65,7 @@ COLUMNS: tuple[str, ...] = (
     "digest_sampler",  # 48 bits of the sampler's seed, epoch and split: must be equal on all ranks; NaN: unknown
     # The smallest digests of single samples in the window, ascending; NaN: there are none, or they cannot be told apart.
     *(f"digest_sample_{i}" for i in range(4)),
+    "reduce_s",  # host seconds in gradient reduction, handing it over and waiting; NaN where the host cannot see it
 )
 # Behind them a tail with one number per layer group each, once the ranks have agreed on the groups (S3); NaN: not measured.
 LAYER_COLUMNS: tuple[str, ...] = (
@@ -102,6 +103,10 @@ class Flag:
     LR = 1 << 8  # rank 0: a request asks for the LR factor in `asked`
     ROLLBACK = 1 << 9  # rank 0: a request asks to go back before the step in `asked`, 0: to the newest good snapshot
     NO_OUTPUT = 1 << 10  # no output of the model has reached this rank's guard before this attempt
+    SAVE_BUSY = 1 << 11  # what this rank does in the background for a checkpoint is not done yet
+    SAVE_FAILED = 1 << 12  # this rank could not do it
+    COPY_BUSY = 1 << 13  # this rank's copy of a snapshot for the peer tier is not done yet
+    COPY_FAILED = 1 << 14  # this rank could not make it
 
 
 def row_width(layers: int, cells: int = 0) -> int:
@@ -163,6 +168,7 @@ class StepRecord:
     digest_sample_1: Any = math.nan
     digest_sample_2: Any = math.nan
     digest_sample_3: Any = math.nan
+    reduce_s: float = math.nan
     layers: Mapping[str, Any] = field(default_factory=dict)  # LAYER_COLUMNS name -> (groups,) tensor
     checks: Mapping[str, Any] = field(default_factory=dict)  # CHECK_COLUMNS name -> (cells,) tensor
 

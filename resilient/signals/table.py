@@ -40,6 +40,7 @@ _PER_RANK = (
     "compute_s",
     "wait_s",
     "collective_s",
+    "reduce_s",
 )
 
 

@@ -122,7 +122,7 @@ def listing(place: Place, now: float | None = None) -> dict[str, Any]:
         here = {key_of(c.manifest) for c in found.complete}
         elsewhere = [
             {"step": key.step, "attempt": key.attempt, "trust": place.book.level(key).word}
-            for key in place.book.keys()  # noqa: SIM118 - a book is no mapping
+            for key in place.book.known()
             if key not in here
         ]
     total = sum(row["bytes"] for row in [*rows, *orphans])

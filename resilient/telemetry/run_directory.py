@@ -8,11 +8,14 @@ The id is the identity: starting it again continues it, in the same place, with 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
 import warnings
@@ -174,6 +177,21 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def about(self) -> dict[str, Any]:
+        """Digest of the configuration, and commit of the source as env.json has it: for the manifests of checkpoints."""
+        text = json.dumps(self.config, sort_keys=True, default=str).encode()
+        environment = read_json(self.path / "env.json") or {}
+        return {"config_digest": hashlib.blake2b(text, digest_size=8).hexdigest(), "git": environment.get("git")}
+
+    def token(self) -> str:
+        """A secret of this run, made when it is first asked for; readable for its owner only. Rank 0. Raises OSError."""
+        path = self.path / ".token"
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(16))
+        return path.read_text()
 
     def assert_current_generation(self) -> None:
         """Raise StaleGeneration if this run was started again since. Call before committing a checkpoint or verdict."""

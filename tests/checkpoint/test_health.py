@@ -9,7 +9,7 @@ import torch
 
 from resilient.checkpoint.filesystem import FilesystemStore
 from resilient.checkpoint.manifest import Health, list_checkpoints, read_manifest
-from resilient.checkpoint.retention import best_of, to_delete
+from resilient.checkpoint.retention import best_of
 from resilient.checkpoint.snapshot import Snapshot
 
 
@@ -17,13 +17,6 @@ def test_br35_nan_counts_as_worst_and_blocks_nothing():
     assert best_of({"a": math.nan, "b": 2.0, "c": 1.5, "d": None}) == "c"
     assert best_of({"a": math.nan, "b": math.inf, "d": None}) is None
     assert best_of({"a": 1.0, "b": math.nan}) == best_of({"b": math.nan, "a": 1.0}) == "a"
-
-
-def test_br35_the_best_stays_whatever_its_age():
-    newest_first = [f"s{i}" for i in range(9, 0, -1)]
-    assert to_delete(newest_first, [], keep=2, best="s3") == ["s7", "s6", "s5", "s4", "s2", "s1"]
-    assert to_delete(newest_first, [], keep=2, best="s9") == newest_first[2:]  # it is among the newest
-    assert "s3" not in to_delete(newest_first, [], keep=2, rejected={"s9", "s8"}, best="s3")
 
 
 def store(folder: Path, **changes: object) -> FilesystemStore:

@@ -60,9 +60,9 @@ def on_all(work: Callable[[int, World], Any], size: int = len(HOSTS)) -> list[An
 
 
 def store(root: Path, rank: int, world: World, **options: Any) -> PeerStore:
-    return PeerStore(
-        root / HOSTS[rank], rank=rank, hosts=HOSTS, gather=world.gather(rank), token="t", timeout_s=5.0, **options
-    )
+    made = PeerStore(root / HOSTS[rank], rank=rank, token="t", timeout_s=5.0, **options)
+    made.join(HOSTS, world.gather(rank))
+    return made
 
 
 def snapshot(step: int, rank: int, attempt: int | None = None) -> Snapshot:
@@ -104,7 +104,7 @@ def resume(root: Path) -> list[tuple[list[int], int | str]]:
         if found:
             key, holders = found[0]
             try:
-                back = again.load(key, holders[rank])
+                back, _ = again.load(key, holders[rank])
                 assert back.digests == snapshot(key.step, rank).digests == Snapshot.digest_parts(back.parts)
                 loaded = back.step
             except CheckpointError as error:
@@ -160,6 +160,7 @@ def test_a_copy_that_fails_is_said_and_nothing_else_happens(tmp_path: Path, full
         world.barrier.wait()
         if full == "own" and rank == 0:
             shutil.rmtree(with_copies.folder)
+        world.barrier.wait()
         with_copies.hold(snapshot(5, rank))
         assert with_copies.drain(20.0)
         world.barrier.wait()

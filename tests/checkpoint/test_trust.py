@@ -209,12 +209,12 @@ def test_deleted_is_forgotten_and_the_course_stays_whole():
     book = book_with(10, 20, 30)
     book.deleted(at(20))
     clean(book, 31, 32)
-    assert book.level(at(10)) is Trust.GOOD and book.keys() == (at(30), at(10))
+    assert book.level(at(10)) is Trust.GOOD and book.known() == (at(30), at(10))
     book.deleted(at(30))
     assert book.head == at(10)
     book.deleted(at(10))
     book.deleted(at(10))
-    assert book.head is None and book.keys() == ()
+    assert book.head is None and book.known() == ()
 
 
 def test_an_unknown_one_is_provisional_until_it_is_loaded_and_proves_good():

@@ -40,4 +40,4 @@ class TestNonFinite:
 
 def test_every_configured_detector_has_a_name_of_its_own():
     names = [d.name for d in build_detectors(DetectorConfig())]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 11

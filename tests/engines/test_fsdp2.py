@@ -122,7 +122,7 @@ def predivided_gradients(rank: int, world: int) -> None:
         engine = FSDP2Engine(model, build_optimizer(model, setup))
         taps, _ = contract.window(engine, setup, 0, rank)
         local, reduced = contract.reference_norms(setup, whole, 0, rank, world, False)
-        assert math.sqrt(float(taps.local_sq)) == pytest.approx(local, rel=1e-9)
+        assert math.sqrt(float(taps.local_sq)) == pytest.approx(local, rel=1e-6)  # rows are read in fp32
         assert contract.grad_norm(taps) == pytest.approx(
             reduced * (1.0 if factor is None else world / factor), rel=1e-9
         )

@@ -15,6 +15,7 @@ import pytest
 from resilient.checkpoint.manifest import list_checkpoints
 
 TINY = [
+    "run.checkpoint.blocking=true",  # which one a kill finds is then known to the step
     "data=synthetic",
     "data.seq_len=16",
     "data.micro_batch=2",

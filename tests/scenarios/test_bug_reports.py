@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from resilient.coordinator.config import GuardConfig
+from resilient.detectors import DetectorConfig, build_detectors
 from resilient.errors import StopRequested
 from resilient.policies import PolicyConfig, RetryConfig, RollbackConfig, SkipConfig
 from tests.ranks import run_pooled
@@ -177,7 +178,17 @@ def mismatched(rank: int, world: int, how: str) -> tuple[list[tuple[Any, ...]], 
     return told, [str(f) for kind, f in ear.events if kind == "verdict"]
 
 
-@pytest.mark.parametrize("how", ["told", "untold", "clean"])
+_BY_SAMPLE = any(d.name == "samples" for d in build_detectors(DetectorConfig()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "told",
+        pytest.param("untold", marks=pytest.mark.skipif(not _BY_SAMPLE, reason="SharedSamples is not configured")),
+        "clean",
+    ],
+)
 def test_s18_a_sampler_seed_that_differs_is_named_before_the_epoch_is_over(how: str) -> None:
     for told, words in run_pooled(mismatched, 2, how):
         if how == "clean":

@@ -409,7 +409,7 @@ def finishing(rank: int, world: int, folder: str) -> tuple[str, int, list[str]]:
         batches(10, rank),
         guard=GuardConfig(exchange_timeout_s=3.0),
         run_dir=f"{folder}/run",
-        checkpoint=CheckpointConfig(every=4),
+        checkpoint=CheckpointConfig(every=4, blocking=True),
     )
     coordinator = guard._coordinator
     if rank == 1:

@@ -1,0 +1,1 @@
+"""Drills: what is promised for the worst moment, tried at many seeded worst moments."""
