@@ -40,7 +40,7 @@ def from_disk(rank: int, world: int, folder: str, how: str) -> tuple[Outcome, Ou
     """Memory cannot be gone back to: the checkpoint of step 6 is."""
     job = Job(steps=10, policy=ROLL_BACK_AT_ONCE, checkpoint=CheckpointConfig(every=3, blocking=True))
     twin = run_job(job, rank, world)
-    snapshot = SnapshotConfig(every=0) if how == "no ring" else job.snapshot
+    snapshot = SnapshotConfig(every=0, trust_after=0) if how == "no ring" else job.snapshot
     hurt = run_job(
         job.with_(fault=NAN, run_dir=f"{folder}/{how.replace(chr(32), chr(45))}", snapshot=snapshot),
         rank,
