@@ -30,6 +30,7 @@ class CheckpointConfig:
     one with the best evaluation, however old (BR-35); evaluate at multiples of `every`, for only weights that were both
     saved and evaluated can be it.
 
+    adaptive: the interval follows risk and cost instead of `every` (S15): between shortest and longest steps, see interval.py.
     location: a folder, or an fsspec URL without credentials, of which <run id> is added; of all ranks, or one for all ranks
         of each host. null: <run>/checkpoints.
     blocking: wait for each save before the next step, instead of writing in the background.
@@ -43,6 +44,9 @@ class CheckpointConfig:
     alarm_after: intervals without a new checkpoint after which that is told (0: never)."""
 
     every: int = 25
+    adaptive: bool = False
+    shortest: int = 5
+    longest: int = 1000
     keep: int = 3
     keep_every: int = 0
     keep_best: bool = True

@@ -75,13 +75,12 @@ def mtbf(prior_s: float, up_s: float, failures: int) -> float:
 class Intervals:
     """The interval in force. Feed it the same on every rank:
 
-    after every step     level letter; `step_s`: wall seconds of the attempt, the largest of all ranks
-    after every save     `save_stall_s`: seconds this rank's training stood still for it, and `save_write_s`: until it was
-                         committed; the largest of all ranks of each
-    after every failure  a rollback, or a restart that the supervisor counted (rank 0 shares that at start)
+    after every step     level letter; `step_s`: wall seconds of an attempt, the largest of all ranks, NaN: not known yet
+    after every save     `stall_s`: seconds that training stood still for it, and `write_s`: until it was committed; the
+                         largest of all ranks of each
+    after every failure  a rollback, or a restart
 
-    The stability letter and rollbacks follow from the table already; step_s, save_stall_s and save_write_s must ride in it.
-    A save's figures ride in the next attempt's row, NaN when there was none.
+    The stability letter and rollbacks follow from the table; the seconds are gathered when a save is committed.
 
     The interval shrinks at once when the level gets worse. It grows when a better level has lasted `calm_after` steps."""
 

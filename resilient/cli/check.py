@@ -59,6 +59,11 @@ def _run(job: JobConfig, problems: list[str]) -> None:
     problems += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
     if not run.guard.exchange_timeout_s > 0:
         problems.append(f"run.guard.exchange_timeout_s={run.guard.exchange_timeout_s}: must be positive")
+    if not 1 <= run.checkpoint.shortest <= run.checkpoint.longest <= 1000:
+        problems.append(
+            f"run.checkpoint.shortest={run.checkpoint.shortest}, longest={run.checkpoint.longest}: "
+            "must be 1 <= shortest <= longest <= 1000"
+        )
     if run.snapshot.budget_mb is not None and not run.snapshot.budget_mb > 0:
         problems.append(f"run.snapshot.budget_mb={run.snapshot.budget_mb}: must be positive, or null for no limit")
     if run.guard.grace_s is not None and not run.guard.grace_s > 0:

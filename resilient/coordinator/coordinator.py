@@ -223,7 +223,7 @@ class Coordinator:
                 evaluation = candidate.health.evaluation.items()
                 self._evaluated = {name: math.inf if v is None else v for name, v in evaluation}
             self.applied = resume.step
-            self._saver.resumed(resume.step)
+            self._saver.resumed(resume.step, outer)
             self.outer.steps_lost = self.outer.applied - resume.step
             self._contracts.anchor(resume.step)
             self._tiers.loaded(candidate)
@@ -733,6 +733,7 @@ class Coordinator:
         asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
         snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
         failed, busy = table.ranks_flagged(Flag.SAVE_FAILED), table.ranks_flagged(Flag.SAVE_BUSY)
+        self._saver.stepped(self.outer)
         self._saver.hear(failed=bool(failed), busy=bool(busy))
         if self._copies is not None:
             self._copies.hear(table)
@@ -766,6 +767,7 @@ class Coordinator:
         else:
             raise StopRequested(f"no state before step {decision.onset_step} could be restored exactly")
         snapshot = candidate.snapshot
+        self._saver.failed(self.outer)
         self.outer.rollbacks += 1
         self.outer.steps_lost += self.applied - snapshot.step
         if excluded is not None:

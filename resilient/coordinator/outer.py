@@ -32,6 +32,7 @@ class Outer:
     steps_lost: int = 0  # applied steps taken back by rollbacks or restarts
     excluded: list[list[int]] = field(default_factory=list)  # data windows [first, last)
     policy: dict[str, Any] = field(default_factory=dict)
+    interval: dict[str, Any] = field(default_factory=dict)  # of checkpoints, where it adapts: what it has learned
     lr_factor: float = 1.0  # asked for from outside, in force until it is asked for anew
 
     def problem(self, step: int) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from resilient.checkpoint.age import Age, checkpoint_age, overdue
 from resilient.checkpoint.config import CheckpointConfig
 from resilient.checkpoint.filesystem import Outcome, State
+from resilient.checkpoint.interval import IntervalConfig, Intervals
 from resilient.checkpoint.manifest import Checkpoint, Health
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.contracts import Contracts
@@ -88,6 +89,13 @@ class Saver:
         self._state, self._contracts = state, contracts
         self._store, self._config = store, config
         self._tell, self._level, self._lend, self._committed = tell, level, lend, committed
+        self._intervals: Intervals | None = None
+        if config.adaptive:
+            bounds = IntervalConfig(shortest=config.shortest, longest=config.longest)
+            self._intervals = Intervals(bounds, exchange.world_size)
+        self._stalls: dict[int, float] = {}  # step -> seconds that its save held training up
+        self._step_s = math.nan  # of all ranks, as told at the last save
+        self._counted: tuple[int, float] | None = None  # attempts and time at the last save
         self._evaluations: dict[
             int, dict[str, float]
         ] = {}  # by step: the last one, and those of saves that are pending
@@ -133,6 +141,7 @@ class Saver:
                 self.last = outcome.step
                 self._newest = (outcome.step, captured)
                 self._committed(outcome.step, outcome.attempt)
+                self._learn(outcome)
                 if outcome.step in self._evaluations:
                     self._store.evaluated(outcome.step, self._evaluations[outcome.step])
                 self._tell("checkpoint", {"step": outcome.step, "seconds": round(outcome.seconds, 3)})
@@ -152,7 +161,7 @@ class Saver:
         if asked:
             self._settle(self._store.drain())
         newest = self._store.pending[-1] if self._store.pending else self.last
-        if step != newest and (asked or (applied and self._config.every > 0 and step % self._config.every == 0)):
+        if step != newest and (asked or (applied and self._due(step, newest))):
             self.save(snapshot or self._state.capture(step, outer.attempts), outer, wait=asked)
         self._watch_age(step)
 
@@ -172,13 +181,57 @@ class Saver:
         finite = bool(torch.isfinite(self._engine.weight_sq_share()))
         health = Health(finite=self._exchange.vote(finite, snapshot.step), level=self._level())
         facts = {"loss_scale": self._engine.loss_scale(), "samples": _samples(snapshot)}
+        began = time.monotonic()
         self._lend(snapshot)
         self._captured[snapshot.step] = time.monotonic()
         self._settle(self._store.begin(snapshot, outer.as_dict(), health, facts))
         self._unheard = 0
         if wait or self._config.blocking or not self._began:  # the first one shows at once whether saving works
             self._settle(self._store.drain())
+        self._stalls[snapshot.step] = time.monotonic() - began
         self._began = True
+
+    # -- how far apart (S15) ---------------------------------------------------------------------------------------
+
+    def _due(self, step: int, newest: int | None) -> bool:
+        if self._config.every <= 0:
+            return False
+        if self._intervals is not None:
+            return self._intervals.due(step, newest)
+        return step % self._config.every == 0
+
+    def stepped(self, outer: Outer) -> None:
+        """An attempt is over."""
+        if self._intervals is not None:
+            before = self._intervals.steps
+            self._intervals.step(self._level(), self._step_s)
+            self._tell_interval(before, outer)
+
+    def failed(self, outer: Outer) -> None:
+        """The run goes back."""
+        if self._intervals is not None:
+            before = self._intervals.steps
+            self._intervals.failed()
+            self._tell_interval(before, outer)
+
+    def _learn(self, outcome: Outcome) -> None:
+        """What a save has cost, of the slowest rank. Collective where the interval adapts."""
+        if self._intervals is None:
+            return
+        now, attempts = time.monotonic(), outcome.attempt
+        mean = math.nan
+        if self._counted is not None and attempts > self._counted[0]:
+            mean = (now - self._counted[1]) / (attempts - self._counted[0])
+        self._counted = (attempts, now)
+        mine = torch.tensor([self._stalls.pop(outcome.step, math.nan), outcome.seconds, mean], dtype=torch.float64)
+        stall_s, write_s, self._step_s = self._exchange.gather(mine).max(axis=0).tolist()
+        self._intervals.saved(stall_s, write_s)
+
+    def _tell_interval(self, before: int, outer: Outer) -> None:
+        assert self._intervals is not None
+        outer.interval = self._intervals.state_dict()
+        if self._intervals.steps != before:
+            self._tell("interval", {"steps": self._intervals.steps, "why": self._intervals.reason()})
 
     def finish(self) -> None:
         """Wait for what is being written, on all ranks."""
@@ -201,16 +254,19 @@ class Saver:
     def _watch_age(self, step: int) -> None:
         """Tell it once when there has been no checkpoint for too long."""
         age = self.age(step)
-        alarm = overdue(age, self._config.every, self._config.alarm_after)
+        every = self._intervals.steps if self._intervals is not None else self._config.every
+        alarm = overdue(age, every, self._config.alarm_after)
         if alarm and not self._alarmed:
-            message = (
-                f"no checkpoint for {age.steps} steps ({age.seconds:.0f} s), one is due every {self._config.every}"
-            )
+            message = f"no checkpoint for {age.steps} steps ({age.seconds:.0f} s), one is due every {every}"
             self._tell("warning", {"message": f"{message}: a restart would lose all of them"})
         self._alarmed = alarm
 
-    def resumed(self, step: int) -> None:
-        """The run goes on from the checkpoint of `step`."""
+    def resumed(self, step: int, outer: Outer) -> None:
+        """The run goes on from the checkpoint of `step`: a start that had an end before."""
+        if self._intervals is not None:
+            if outer.interval:
+                self._intervals.load_state_dict(outer.interval)
+            self._intervals.failed()
         self.last = step
         self._newest = (step, time.monotonic())
         self._began = True

@@ -121,3 +121,25 @@ def test_br30_a_state_that_fails_again_and_again_is_left_alone(tmp_path: Path):
     book = json.loads((tmp_path / "run" / "checkpoints" / "trust.json").read_text())
     levels = {Key(*entry["key"]): Trust[entry["level"].upper()] for entry in book["entries"]}
     assert Trust.QUARANTINED in levels.values(), levels
+
+
+def adapting(rank: int, world: int, folder: str) -> tuple[list[Any], list[int]]:
+    config = CheckpointConfig(adaptive=True, shortest=3, longest=16, blocking=True)
+    job = Job(steps=44, checkpoint=config, run_dir=f"{folder}/run")
+
+    def ill_for_a_while(guard: Any, engine: Any) -> None:
+        guard._coordinator._saver._level = lambda: "C" if 20 <= guard.applied < 32 else "A"
+
+    outcome = run_job(job, rank, world, tweak=ill_for_a_while)
+    told = [fields["steps"] for kind, fields in outcome.events if kind == "interval"]
+    return told, [fields["step"] for kind, fields in outcome.events if kind == "checkpoint"]
+
+
+@pytest.mark.timeout(120)
+def test_s15_the_interval_follows_the_risk(tmp_path: Path):
+    (intervals, saved), (others, _) = run_pooled(adapting, 2, str(tmp_path), timeout=110)
+    assert intervals == others, "the same on all ranks"
+    assert saved[:2] == [0, 16], "calm, and saving is cheap: as far apart as allowed"
+    assert intervals and intervals[0] < 16, intervals
+    after = [step for step in saved if step > 16]
+    assert after[0] <= 22 and max(b - a for a, b in zip(after, after[1:], strict=False)) < 16, saved
