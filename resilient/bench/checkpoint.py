@@ -120,7 +120,8 @@ def measure(settings: Settings, folder: Path) -> dict[str, Any]:
                 if dist.get_rank() == 0:
                     shutil.rmtree(native_folder)
         if turn == 0:
-            spent.clear()  # each was done once
+            for rounds in spent.values():
+                rounds.clear()  # each was done once
     dist.barrier()
     newest = max((folder / "run" / "checkpoints").glob("step-*"))
     written["save"] = bytes_below(newest)

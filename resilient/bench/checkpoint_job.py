@@ -135,7 +135,8 @@ class Native:
         self._job, self._folder = job, folder
         engine: Any = job.engine
         self.deepspeed = engine.engine if hasattr(engine, "engine") else None
-        self._model, self._optimizer = getattr(engine, "model", None), getattr(engine, "optimizer", None)
+        self._model: Any = getattr(engine, "model", None)
+        self._optimizer: Any = getattr(engine, "optimizer", None)
         self._group = dist.new_group(backend="gloo") if self.deepspeed is None else None  # of its background thread
 
     @property

@@ -41,6 +41,8 @@ class CheckpointConfig:
         times, `retry_wait_s` later, doubled each time; then continue) | abort.
     peer: copy every snapshot of the ring into this host's and another host's memory, too: there it outlives the processes, and
         one host may be lost. Takes twice a rank's state, for two snapshots, of peer_folder, which must be memory.
+    elastic: start from a checkpoint that another number of ranks has saved, where every part can be had (docs/checkpoints.md);
+        false: refuse it.
     alarm_after: intervals without a new checkpoint after which that is told (0: never)."""
 
     every: int = 25
@@ -60,6 +62,7 @@ class CheckpointConfig:
     alarm_after: int = 3
     peer: bool = False
     peer_folder: str = "/dev/shm/resilient"
+    elastic: bool = True
 
     def __post_init__(self) -> None:
         problem = location_problem(self.location or "")

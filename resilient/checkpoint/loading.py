@@ -42,7 +42,7 @@ _FOLDER = re.compile(r"step-(\d{8,})-a(\d{8,})(?:\.old(\d+))?")
 class Loaded:
     folder: str
     manifest: Manifest
-    snapshot: Snapshot | None  # None on a rank that has it from elsewhere
+    snapshot: Snapshot | None  # None on a rank that has it from elsewhere, and on all ranks of another world size
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def _seal(manifest: Manifest) -> int:
 
 
 class Loader:
-    """For one load, the `number`-th of the process. Construct and use on all ranks. `rejected`: folders whose content was refused."""
+    """For one load. Construct and use on all ranks. elastic: `take` may give checkpoints of another world size. `rejected`:
+    folders whose content was refused."""
 
     def __init__(
         self,
@@ -88,13 +89,16 @@ class Loader:
         gather: Gather,
         vote: Callable[[bool], bool],
         run_dir: Path | None,
+        elastic: bool = True,
     ) -> None:
-        self._job, self._together, self._layout = job, together, layout
+        self._job, self._together, self._layout, self._elastic = job, together, layout, elastic
         self._gather, self._vote, self._run_dir = gather, vote, run_dir
+        self._own_world_only = False
         self.rejected: set[str] = set()
 
     def load(self, step: int | None, on_no_valid_checkpoint: Literal["stop", "fresh"]) -> Loaded | None:
-        """See FilesystemStore.load."""
+        """See FilesystemStore.load. Never of another world size: there is no part of this rank in it."""
+        self._own_world_only = True
         offers, traces = self.offers(step)
         for offer in offers:
             if step is not None and offer.step != step:
@@ -159,7 +163,8 @@ class Loader:
 
     def take(self, offer: Offer, part: bool = True) -> Loaded | None:
         """One checkpoint on all ranks: its manifest, fitting this job, every rank's part verified and loaded. None if a rank
-        cannot. part: False on a rank that has its part from elsewhere. Collective.
+        cannot. part: False on a rank that has its part from elsewhere. Of another world size, all get the manifest alone: what
+        they make of it is theirs to vote about (coordinator/other_world.py). Collective.
 
         Raises CheckpointError, on all ranks, when it is of another job."""
         loaded = self._try(offer, part)
@@ -192,7 +197,9 @@ class Loader:
                 raise CheckpointError(f"{job.where(folder)}/{MANIFEST} is not the one that rank {job.domain[0]} chose")
 
         def load(task: Task) -> None:
-            if not own:
+            if manifests[0].world != job.world and not own:
+                raise CheckpointError(f"{job.where(folder)} is of another world size than the copy of rank {job.rank}")
+            if manifests[0].world != job.world or not own:
                 return
             part = manifests[0].part_of(job.rank)
             snapshot = read_part(storage, folder, part, task.check)
@@ -209,7 +216,7 @@ class Loader:
             raise CheckpointError(unfit or f"{job.where(folder)} does not fit this job, another rank says")
         if not self._together.agree(f"load its part of {folder}", load):
             return None
-        return Loaded(folder, manifests[0], snapshots[0] if own else None)
+        return Loaded(folder, manifests[0], snapshots[0] if snapshots else None)
 
     def _unfit(self, manifest: Manifest) -> str:
         """Why this job must not load it, "" if it may."""
@@ -219,7 +226,10 @@ class Loader:
             return f"{path} belongs to run {manifest.run_id!r}, this is run {job.run_id!r}"
         differences = []
         if manifest.world != job.world:
-            differences.append(f"world size {manifest.world} there, {job.world} here (start {manifest.world} ranks)")
+            obstacle = self._bound_to_its_world(manifest)
+            if obstacle is not None:
+                sizes = f"world size {manifest.world} there, {job.world} here"
+                differences.append(f"{sizes} (start {manifest.world} ranks{obstacle})")
         elif job.rank not in manifest.ranks:
             differences.append(
                 f"parts of ranks {list(manifest.ranks)} there, rank {job.rank} here: the hosts have changed"
@@ -238,6 +248,18 @@ class Loader:
             if missing:
                 return f"{path} lacks the required part {', '.join(missing)} of rank {rank}"
         return ""
+
+    def _bound_to_its_world(self, manifest: Manifest) -> str | None:
+        """What keeps a checkpoint of another world size from being taken; None if nothing does."""
+        if self._own_world_only:
+            return ""
+        if not self._elastic:
+            return ", or with run.checkpoint.elastic=true"
+        if not isinstance(self._job.storage, LocalStorage):
+            return "; or copy it to a folder that all ranks share: every rank reads all parts"
+        if len(manifest.ranks) < manifest.world or not self._layout.shared:
+            return "; or bring all parts together in one folder that all ranks share: every rank reads all of them"
+        return None
 
 
 def traces_of_training(place: Path | Storage, run_dir: Path | None = None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ PARTS = ("engine", "rng", "data", "judge")
 
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # need no copy
 
+_LONGEST_S = 600.0  # that anybody waits for digests: a terabyte takes minutes
+
 
 class Digests(Mapping[str, str]):
     """The digests of a snapshot's parts, taken in the background: hashing takes about as long as copying, and training need
@@ -31,7 +33,7 @@ class Digests(Mapping[str, str]):
         self._taken = executor.submit(Snapshot.digest_parts, parts)
 
     def __getitem__(self, name: str) -> str:
-        return self._taken.result()[name]
+        return self._taken.result(_LONGEST_S)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(PARTS)
@@ -42,13 +44,14 @@ class Digests(Mapping[str, str]):
     def __contains__(self, name: object) -> bool:
         return name in PARTS
 
-    def wait(self) -> None:
-        """Until nothing reads the snapshot for its digests any more."""
-        wait([self._taken])
+    @property
+    def taken(self) -> bool:
+        """Nothing reads the snapshot for them any more."""
+        return self._taken.done()
 
     def __reduce__(self) -> Any:
         """As a plain mapping, of the kind that `torch.load(weights_only=True)` accepts."""
-        return OrderedDict, (), None, None, iter(self._taken.result().items())
+        return OrderedDict, (), None, None, iter(self._taken.result(_LONGEST_S).items())
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class TrustBook:
     # -- events -------------------------------------------------------------------------------------------------
 
     def saved(self, key: Key) -> None:
-        """A copy was committed in some tier. Again, in another tier: nothing new, and never a better level."""
+        """It was captured, for some tier. Again, for another tier: nothing new, and never a better level. To be told when the
+        state is captured, not when a copy is committed: by then training may be on another course."""
         key = Key(*key)
         if key not in self._entries:
             parent = self.head if self.head is None or self.head.attempt < key.attempt else None

@@ -18,6 +18,14 @@ BENCHES = {
         "which rank, and why: injected faults in every engine against what the guard says of them",
     ),
     "overhead": ("resilient.bench.overhead", "what the guard costs per step"),
+    "checkpoint": (
+        "resilient.bench.checkpoint",
+        "how long a save holds training up, and when it is done: against DeepSpeed's and torch's own",
+    ),
+    "rollback": (
+        "resilient.bench.rollback",
+        "how long the way back takes: memory, peer, disk, the engines' own loads, a new start",
+    ),
 }
 
 

@@ -54,6 +54,7 @@ def run(resolved: dict[str, Any], runtime: Runtime) -> int:
             )
             stack.callback(directory.close)
             resolved = exchange.share(directory.config)  # of a resumed run: the one it began with
+            resolved = _same_global_batch(resolved, directory.first_world, exchange)
             config = check_job(resolved, runtime)
         except ConfigError as error:
             return fail(error, runtime.rank)
@@ -175,12 +176,25 @@ def _assemble(
         fingerprint={
             "engine.precision": config.engine.precision,
             "model": config.model.name,
-            "data.accumulation": config.data.accumulation,
         },
         exchange=exchange,
         text=as_text,
     )
     return guard, stream, evaluate, sample, objective
+
+
+def _same_global_batch(resolved: dict[str, Any], first_world: int | None, exchange: Exchange) -> dict[str, Any]:
+    """The configuration with so many micro-batches per window that a window holds as many samples over all ranks as it did
+    on the ranks that the run began with, or as near to that as whole micro-batches allow."""
+    before, world = int(resolved["data"]["accumulation"]), exchange.world_size
+    if first_world is None or first_world == world:
+        return resolved
+    now = max(1, round(before * first_world / world))
+    if exchange.rank == 0:
+        batches = f"{before * first_world} micro-batches per step, now {now * world}"
+        what = f"began with {first_world} ranks, now there are {world}: data.accumulation {before} -> {now} ({batches})"
+        print(f"resilient: {resolved['run']['id']} {what}", file=sys.stderr)
+    return {**resolved, "data": {**resolved["data"], "accumulation": now}}
 
 
 def _device(runtime: Runtime) -> torch.device:

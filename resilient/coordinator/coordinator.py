@@ -143,7 +143,8 @@ class Coordinator:
             tell=self._tell,
             level=self._level,
             lend=ring.lend,
-            committed=lambda step, attempt: self._tiers.committed(step, attempt),
+            begun=lambda step, attempt: self._tiers.begun(step, attempt),
+            ended=lambda step, attempt, committed: self._tiers.ended(step, attempt, committed),
         )
         self.ring = ring
         self._tiers = Tiers(

@@ -33,8 +33,8 @@ class StateKeeper:
 
         into: a snapshot nobody needs any more, whose memory is used again.
         The digests are taken of the frozen copy, in the background."""
-        if into is not None and isinstance(into.digests, Digests):
-            into.digests.wait()
+        if into is not None and isinstance(into.digests, Digests) and not into.digests.taken:
+            into = None  # still being read
         parts = freeze(self._live(), into.parts if into is not None else None)
         return Snapshot(
             step=step,

@@ -67,6 +67,7 @@ class Tiers:
         self.ring, self.book, self.peer = ring, book, peer
         self._level = level
         self._exchange, self._store, self._tell = exchange, store, tell
+        self._begun: set[Key] = set()  # checkpoints that are being written
         self._disk: dict[Key, None] = {}  # known to be committed, oldest first
         self._offers: dict[Key, DiskOffer] = {}
         self._holders: dict[Key, list[int]] = {}
@@ -79,12 +80,18 @@ class Tiers:
         self.book.saved(Key(snapshot.step, snapshot.attempt))
         self._forget()
 
-    def committed(self, step: int, attempt: int) -> None:
-        """A checkpoint is on disk."""
+    def begun(self, step: int, attempt: int) -> None:
+        """A checkpoint of the present state is being written: now it is known from which course it is."""
+        self._begun.add(Key(step, attempt))
+        self.book.saved(Key(step, attempt))
+
+    def ended(self, step: int, attempt: int, committed: bool) -> None:
+        """It is on disk, or it could not be written."""
         key = Key(step, attempt)
-        self._disk[key] = None
-        self.book.saved(key)
-        self.book.readable(key, Tier.DISK.name.lower())
+        self._begun.discard(key)
+        if committed:
+            self._disk[key] = None
+            self.book.readable(key, Tier.DISK.name.lower())
         self._forget()
         self._publish()
 
@@ -275,7 +282,8 @@ class Tiers:
             for key in sorted(self._disk, key=lambda key: key.attempt)[:-_KNOWN]:
                 if self.book.level(key) >= Trust.PROVISIONAL:
                     del self._disk[key]
-        held = {Key(s.step, s.attempt) for s in self.ring.snapshots} | set(self._disk) | set(self._holders)
+        held = {Key(s.step, s.attempt) for s in self.ring.snapshots}
+        held |= self._begun | set(self._disk) | set(self._holders)
         for key in self.book.known():
             if key not in held:
                 self.book.deleted(key)

@@ -28,12 +28,14 @@ from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.checkpoint.filesystem import configured_store
 from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
+from resilient.checkpoint.storage import LocalStorage
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.coordinator import Coordinator
 from resilient.coordinator.events import Listener
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import WindowFeed, count_tokens
 from resilient.coordinator.judge import Judge
+from resilient.coordinator.other_world import OtherWorld
 from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_monitor
 from resilient.engines.base import Engine
@@ -155,6 +157,11 @@ class Guard:
         self._exchange = exchange
         self.restores_data: Literal["exactly", "by count"] = "exactly" if feed.exact else "by count"
         self._store = store
+        self._refit = None
+        if store is not None and checkpoint.elastic and isinstance(store.storage, LocalStorage):
+            self._refit = OtherWorld(
+                store.folder, engine, feed, judge, rank=self.rank, world=self.world, tell=self._coordinator.event
+            )
         self._on_no_valid_checkpoint = on_no_valid_checkpoint
         self._begun = False
 
@@ -173,7 +180,7 @@ class Guard:
             "data_restored": self.restores_data,
         }
         coordinator.event("start", {**about, "generation": self.run.generation if self.run is not None else 0})
-        coordinator.start(self._on_no_valid_checkpoint)
+        coordinator.start(self._on_no_valid_checkpoint, self._refit)
 
     def batches(self, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
         """Micro-batches until `steps` optimizer steps are in force or `epochs` epochs of the run are over; with neither,
@@ -297,7 +304,9 @@ class Guard:
         Returns the summary on rank 0, {} elsewhere or without a run directory."""
         if save:
             self._coordinator.save_final()
-        counters = {k: v for k, v in self.counters.as_dict().items() if k not in ("policy", "excluded")}
+        counters = {
+            k: v for k, v in self.counters.as_dict().items() if k not in ("policy", "excluded", "window_samples")
+        }
         fields: dict[str, Any] = {"status": status, "counters": counters}
         if eval_loss is not None:
             fields["eval_loss"] = eval_loss
@@ -438,7 +447,12 @@ def open_run(
         try:
             where = Path(path)
             run = RunDirectory.open(
-                where.parent, where.name, dict(config), resume=resume, on_config_change=on_config_change
+                where.parent,
+                where.name,
+                dict(config),
+                resume=resume,
+                on_config_change=on_config_change,
+                world=exchange.world_size,
             )
             answer = {"path": str(run.path)}
             announce(

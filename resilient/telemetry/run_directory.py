@@ -31,8 +31,17 @@ from resilient.telemetry.files import TelemetryError, flatten, plain, read_json,
 ABSENT = "(absent)"
 """Stands for a missing key in `RunDirectory.differences`."""
 
-START_KEYS = ("run.root", "run.id", "run.resume", "run.on_config_change", "run.on_no_valid_checkpoint")
+START_KEYS = (
+    "run.root",
+    "run.id",
+    "run.resume",
+    "run.on_config_change",
+    "run.on_no_valid_checkpoint",
+    "run.checkpoint.elastic",
+)
 """How to start, not what to train: today's value counts, and a change is no difference."""
+
+_TODAYS = (*START_KEYS, "run.nproc")  # in one run; two runs with different numbers of ranks do differ
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+@-]{0,199}\Z")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -57,9 +66,10 @@ class StaleGeneration(ResilientError):
 class RunDirectory:
     """A run's folder. Made by `open` on rank 0 and by `attach` on all others.
 
-    config: the configuration to train with: the one the run began with, except START_KEYS.
+    config: the configuration to train with: the one the run began with, except START_KEYS and `run.nproc`.
     differences: (key, original, now) for every key in which the configuration given to `open` differs from it.
     generation: 0 for the first start of this id, one more for each further one.
+    first_world: ranks of the first start of this id, where it was told.
     writable: True on rank 0 only.
     """
 
@@ -71,6 +81,7 @@ class RunDirectory:
         differences: list[tuple[str, Any, Any]],
         lock: int | None,
         writable: bool,
+        first_world: int | None = None,
     ) -> None:
         self.path = path
         self.run_id = path.name
@@ -78,6 +89,7 @@ class RunDirectory:
         self.generation = generation
         self.differences = differences
         self.writable = writable
+        self.first_world = first_world
         self._lock = lock
 
     @classmethod
@@ -89,10 +101,12 @@ class RunDirectory:
         *,
         resume: Literal["auto", "never", "must"] = "auto",
         on_config_change: Literal["keep", "refuse"] = "keep",
+        world: int | None = None,
         lock_wait_s: float = 2.0,
     ) -> RunDirectory:
         """Create the run, or continue it. Call on rank 0 only, before any process group is needed.
 
+        world: ranks of this start.
         lock_wait_s: how long to wait for a predecessor that is still dying to let go of the run.
         Raises ConfigError: bad id; the id is in use by a live process; `must` on a fresh id; `never` on an existing
         one; `refuse` and the configuration differs. TelemetryError: the folder cannot be written."""
@@ -108,14 +122,14 @@ class RunDirectory:
             raise ConfigError(f"run.root: cannot create {path}: {error.strerror}") from error
         lock = _take_lock(path, lock_wait_s)
         try:
-            return cls._open_locked(path, now, resume, on_config_change, lock)
+            return cls._open_locked(path, now, resume, on_config_change, world, lock)
         except BaseException:
             _release(lock)
             raise
 
     @classmethod
     def _open_locked(
-        cls, path: Path, now: dict[str, Any], resume: str, on_config_change: str, lock: int | None
+        cls, path: Path, now: dict[str, Any], resume: str, on_config_change: str, world: int | None, lock: int | None
     ) -> RunDirectory:
         previous = read_json(path / "generation.json")
         if previous is None:
@@ -132,7 +146,8 @@ class RunDirectory:
                 lines = "; ".join(f"{key}: {was!r} -> {new!r}" for key, was, new in differences)
                 raise ConfigError(f"run.on_config_change=refuse: run {path.name!r} began with other values: {lines}")
             generation = int(previous["generation"]) + 1
-            config = _with_start_keys(original, now)
+            config = _with_todays(original, now)
+            world = previous.get("first_world")
         for name in ("incidents", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
         _write_environment(path, generation)
@@ -142,9 +157,15 @@ class RunDirectory:
         # The last write makes the start count: whoever holds a lower number is refused from here on.
         write_json(
             path / "generation.json",
-            {"generation": generation, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()},
+            {
+                "generation": generation,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "time": time.time(),
+                "first_world": world,
+            },
         )
-        return cls(path, config, generation, differences, lock, writable=True)
+        return cls(path, config, generation, differences, lock, writable=True, first_world=world)
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> RunDirectory:
@@ -155,7 +176,8 @@ class RunDirectory:
         current = read_json(found / "generation.json")
         if current is None:
             raise ConfigError(f"{found} is not a run directory (no generation.json)")
-        return cls(found, read_config(found), int(current["generation"]), [], None, writable=False)
+        config, generation, world = read_config(found), int(current["generation"]), current.get("first_world")
+        return cls(found, config, generation, [], None, writable=False, first_world=world)
 
     @property
     def resumed(self) -> bool:
@@ -236,9 +258,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_differences(original: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, original, now) of every leaf that differs, START_KEYS left out, in the order of the original."""
+    """(dotted key, original, now) of every leaf that differs, those left out of which today's value counts, in the order of
+    the original."""
     was, new = flatten(plain(original)), flatten(plain(now))
-    keys = [key for key in dict.fromkeys([*was, *new]) if key not in START_KEYS]
+    keys = [key for key in dict.fromkeys([*was, *new]) if key not in _TODAYS]
     pairs = [(key, was.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
     return [(key, a, b) for key, a, b in pairs if a != b and not (a != a and b != b)]  # NaN equals NaN here
 
@@ -260,12 +283,18 @@ def is_live(path: Path) -> bool:
     return False
 
 
-def _with_start_keys(original: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    names = [key.removeprefix("run.") for key in START_KEYS]
-    section, today = original.get("run"), now.get("run")
-    if not isinstance(section, dict) or not isinstance(today, dict):
+def _with_todays(original: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """`original`, with today's values of the keys that both of them could have."""
+    for key in _TODAYS:
+        original = _put(original, now, key.split("."))
+    return original
+
+
+def _put(original: Any, now: Any, path: list[str]) -> Any:
+    name, *rest = path
+    if not isinstance(original, dict) or not isinstance(now, dict) or name not in now:
         return original
-    return {**original, "run": {**section, **{name: today[name] for name in names if name in today}}}
+    return {**original, name: _put(original.get(name), now[name], rest) if rest else now[name]}
 
 
 def _write_environment(path: Path, generation: int) -> None:

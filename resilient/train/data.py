@@ -270,6 +270,8 @@ class TokenStream:
     Not a collective: each rank builds its own, with the same seed and text.
     """
 
+    any_world = True  # a state means the same with any number of ranks
+
     def __init__(self, config: DataConfig, *, seed: int, rank: int, world: int, corpus: Corpus | None = None) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in a world of {world}")

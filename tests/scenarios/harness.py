@@ -46,6 +46,7 @@ class Job:
     precision: str = "fp32"
     steps: int = 12
     accumulation: int = 1
+    workers: int = 0  # of the data loader
     fault: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none"})
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -123,6 +124,7 @@ def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[
         seq_len=job.seq_len,
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
+        num_workers=job.workers,
         max_bytes=60_000,
     )
     stream = TokenStream(data, seed=job.seed, rank=rank, world=world)

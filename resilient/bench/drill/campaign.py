@@ -158,22 +158,23 @@ class Campaign:
         self._points: dict[tuple[int, str], int] = {}
 
     def run(self, rounds: int, only: str = "") -> list[Round]:
-        """only: faults with this in their name."""
-        self._begin_anew()
+        """only: faults with this in their name (and phase)."""
+        fresh = False
         deck: list[tuple[str, Phase | None]] = []
         for number in range(rounds):
             if not deck:
-                deck = [(fault, phase) for fault, phase in STARTS if only in fault]
+                deck = [(fault, phase) for fault, phase in STARTS if only in f"{fault} {phase}"]
                 self._random.shuffle(deck)
             fault, phase = deck.pop()
+            if not fresh:
+                self._begin_anew()
             done = Round(number, fault, phase or "")
             began = time.monotonic()
             self._run(done, phase)
             done.seconds = time.monotonic() - began
             self.rounds.append(done)
             self._progress(done)
-            if not done.ok:
-                self._begin_anew()  # what one round broke is not held against the next
+            fresh = done.ok  # what one round broke is not held against the next
         return self.rounds
 
     # -- rounds ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Campaign:
             for _ in range(3):  # it may end before the point that was drawn
                 fault = self._draw("pause" if done.fault == "two writers" else done.fault, phase)
                 known |= self._two_writers(done, fault) if fault.action == "pause" else self._struck(done, fault)
-                if done.struck:
+                if done.struck or done.hangs:
                     break
         elif done.fault in DAMAGE:
             known -= self._damage(done, known)

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=None, help=f"default {ROUNDS}")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} rounds: every fault in every phase once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name: kill all commit")
     parser.add_argument("--folder", metavar="DIR", default=None, help="where the checkpoints of the drill are written")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--out", metavar="FILE", default=None)
@@ -134,7 +134,7 @@ def _check(options: argparse.Namespace, rounds: int) -> None:
         raise ConfigError(f"--rounds: {rounds} is not at least 1")
     if options.folder is not None and not Path(options.folder).is_dir():
         raise ConfigError(f"--folder: there is no folder {options.folder}")
-    if not any(options.only in fault for fault, _ in STARTS):
+    if not any(options.only in f"{fault} {phase}" for fault, phase in STARTS):
         names = ", ".join(dict.fromkeys(fault for fault, _ in STARTS))
         raise ConfigError(f"--only {options.only}: no fault has this in its name: {names}")
 
