@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from resilient.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from resilient.checkpoint.parts import note_name, write_part
+from resilient.checkpoint.parts import is_finite, note_name, write_part
 from resilient.checkpoint.snapshot import PARTS, Snapshot
 from resilient.checkpoint.storage import Storage, redact
 from resilient.checkpoint.writer import Task
@@ -87,7 +87,7 @@ class Save:
     ) -> None:
         self.job, self.number = job, number
         self.step, self.attempt = snapshot.step, snapshot.attempt
-        self.folder = folder_name(snapshot.step, snapshot.attempt)
+        self.folder = folder_name(snapshot.step, snapshot.attempt, job.generation)
         self.stage: Stage = "write"
         self.tries = 1  # of this stage, this one among them
         self.began = time.monotonic()
@@ -104,6 +104,7 @@ class Save:
             "health": health or Health(),
             **facts,
         }
+        self._finite = True  # the state of every rank of this domain
         self._made = False
         self._part: Part | None = None
 
@@ -135,13 +136,14 @@ class Save:
             )
         if self._part is None:
             assert self._snapshot is not None
-            part = write_part(self.job.storage, self.folder, self.job.rank, self._snapshot, check=task.check)
+            about = {"finite": is_finite(self._snapshot.parts["engine"])}
+            part = write_part(self.job.storage, self.folder, self.job.rank, self._snapshot, about, check=task.check)
             task.check()
             self._part = part
 
     def _open(self, task: Task) -> None:
-        """A folder of this save alone. What an earlier start left under the name is put aside: an orphan, or complete but
-        refused at load."""
+        """A folder of this save alone. What is there under the name is put aside: an orphan, or complete but refused at load,
+        where a run without a count of its starts was started again."""
         storage = self.job.storage
         self.job.may_write()
         if not self._made:
@@ -159,6 +161,10 @@ class Save:
 
     def _is_open(self, task: Task) -> bool:
         task.check()
+        return self._is_mine()
+
+    def _is_mine(self) -> bool:
+        """False as well once another process has put this folder aside and made its own under the name."""
         try:
             return parse_json(self.job.storage.get(f"{self.folder}/{OPENED}", _OPENED_LIMIT), OPENED) == self._opened
         except (OSError, ValueError):
@@ -172,6 +178,7 @@ class Save:
             self.job.may_write()
             manifest = self._describe(task)
             task.check()
+            self.job.may_write()  # again: a commit numbered after those of a newer start would go before them
             write_manifest(path, manifest, storage)
         found: list[Manifest] = []
 
@@ -195,18 +202,21 @@ class Save:
 
     def _describe(self, task: Task) -> Manifest:
         job, known = self.job, list_checkpoints(self.job.storage).complete
+        parts = tuple(self._read_note(rank, task) for rank in job.domain)
+        health = self._about["health"]
+        about = {**self._about, "health": replace(health, finite=health.finite and self._finite)}
         return Manifest(
             run_id=job.run_id,
             generation=job.generation,
             serial=1 + max((c.manifest.serial for c in known), default=0),
             world=job.world,
             fingerprint=job.fingerprint,
-            parts=tuple(self._read_note(rank, task) for rank in job.domain),
+            parts=parts,
             ranks=job.domain,
             versions=installed_versions(),
             written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             about=job.about,
-            **self._about,
+            **about,
         )
 
     def _read_note(self, rank: int, task: Task) -> Part:
@@ -228,14 +238,15 @@ class Save:
             raise CheckpointError(f"the part of rank {rank} has not the {content['size']} bytes that it wrote")
         if (content["step"], content["attempt"]) != (self.step, self.attempt):
             raise CheckpointError(f"rank {rank} saved step {content['step']}, rank {self.job.rank} step {self.step}")
+        self._finite &= content.get("finite") is not False
         return Part(part_name(rank), int(content["size"]), str(content["digest"]), dict(content["digests"]))
 
     # -- withdraw -------------------------------------------------------------------------------------------------
 
     def withdraw(self) -> None:
-        """On the committer, once no rank goes on with it."""
+        """On the committer, once no rank goes on with it. What another process has made under the name stays."""
         self._snapshot = None
-        if self._made:
+        if self._made and self._is_mine():
             delete_checkpoint(self.job.storage, self.folder)
 
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _OFFERED = 32  # checkpoints that the ranks tell each other of
 
-_FOLDER = re.compile(r"step-(\d{8,})-a(\d{8,})(?:\.old(\d+))?")
+_FOLDER = re.compile(r"step-(\d{8,})-a(\d{8,})(?:-g(\d{5,}))?(?:\.old(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ class Loaded:
 class Offer:
     """One complete checkpoint as a committer has listed it, as numbers that a float64 holds exactly.
 
-    aside: of a folder that was put aside, -1 for others. sound: as its health says. seal: 48 bits of its manifest's digest, of this domain only.
+    start: in the folder's name, 0 for none. aside: of a folder that was put aside, -1 for others. sound: as its health says. seal: 48 bits of its manifest's digest, of this domain only.
     identity: 48 bits that are the same in all domains."""
 
     step: int
     attempt: int
+    start: int
     aside: int
     sound: bool
     identity: int
@@ -65,12 +66,20 @@ class Offer:
         match = _FOLDER.fullmatch(folder)
         if match is None:
             return None
-        step, attempt, aside = (-1 if group is None else int(group) for group in match.groups())
-        return cls(step, attempt, aside, manifest.health.sound, int(manifest.identity, 16), _seal(manifest))
+        step, attempt, start, aside = match.groups()
+        return cls(
+            int(step),
+            int(attempt),
+            int(start or 0),
+            int(aside or -1),
+            manifest.health.sound,
+            int(manifest.identity, 16),
+            _seal(manifest),
+        )
 
     @property
     def folder(self) -> str:
-        return folder_name(self.step, self.attempt) + (f".old{self.aside}" if self.aside >= 0 else "")
+        return folder_name(self.step, self.attempt, self.start) + (f".old{self.aside}" if self.aside >= 0 else "")
 
 
 def _seal(manifest: Manifest) -> int:

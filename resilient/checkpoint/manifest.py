@@ -1,6 +1,6 @@
 """The manifest: the one file that makes a folder of parts a checkpoint, and the discovery that trusts nothing else.
 
-    <run>/checkpoints/step-00000050-a00000057/   one folder per committed snapshot (step, attempt)
+    <run>/checkpoints/step-00000050-a00000057/   one folder per committed snapshot (step, attempt; -g00002: of start 2)
         opened.json      by which start, and for which of its saves: written first, parts go nowhere else
         rank-00000.pt    the part of rank 0      rank-00000.json   its size and digest, for the committer
         manifest.json    written last; no manifest, no checkpoint
@@ -34,9 +34,10 @@ MANIFEST_LIMIT = 16 << 20  # bytes; about 400 per rank are needed
 _FOLDER = re.compile(r"step-(\d{8,})-a(\d{8,})")
 
 
-def folder_name(step: int, attempt: int) -> str:
-    """A step may be reached twice (after a rollback), an attempt may not: both name the folder."""
-    return f"step-{step:08d}-a{attempt:08d}"
+def folder_name(step: int, attempt: int, generation: int = 0) -> str:
+    """A step may be reached twice (after a rollback), an attempt may not: both name the folder. So does, after the first,
+    the start of the run that makes it: one that was thought dead and comes back never writes where a newer one does."""
+    return f"step-{step:08d}-a{attempt:08d}" + (f"-g{generation:05d}" if generation > 0 else "")
 
 
 def step_of(name: str) -> int | None:
@@ -254,7 +255,7 @@ def list_checkpoints(place: Path | str | Storage) -> Listing:
             complete.append(Checkpoint(path, manifest))
         except CheckpointError as error:
             orphans.append(Orphan(path, str(error)))
-    complete.sort(key=lambda c: c.manifest.serial, reverse=True)
+    complete.sort(key=lambda c: (c.manifest.serial, c.manifest.generation), reverse=True)
     orphans.sort(key=lambda o: storage.changed_at(o.path.name), reverse=True)
     return Listing(tuple(complete), tuple(orphans))
 

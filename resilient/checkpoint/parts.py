@@ -9,13 +9,14 @@ file could do when it is loaded does not depend on it (`weights_only`).
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import IO, Any, cast
 
 import torch
 import xxhash
 
+from resilient.checkpoint.digest import walk
 from resilient.checkpoint.files import as_json
 from resilient.checkpoint.manifest import Part, part_name
 from resilient.checkpoint.snapshot import PARTS, Snapshot
@@ -96,6 +97,14 @@ def write_part(
     check()
     storage.put(f"{folder}/{note_name(rank)}", as_json({**note, "digests": part.digests, **(about or {})}))
     return part
+
+
+def is_finite(engine: Mapping[str, Any]) -> bool:
+    """Whether every weight and every number of the optimizer in an engine's state is finite. Buffers are not asked: a mask
+    may be full of -inf."""
+    tensors = (leaf for name, part in engine.items() if name != "buffers" for _, leaf in walk(part))
+    floating = (t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return all(bool(torch.isfinite(t).all()) for t in floating)
 
 
 def _prove_loadable(content: dict[str, Any]) -> None:

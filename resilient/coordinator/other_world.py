@@ -80,13 +80,6 @@ def samples_per_window(feed: WindowFeed, world: int) -> int:
     return told if isinstance(told, int) and told > 0 else world * feed.accumulation
 
 
-def refit_windows(outer: Outer, window: int, samples: int) -> None:
-    """Excluded windows ahead of `window`, the next one, as windows of `samples` over all ranks from now on."""
-    before, outer.window_samples = outer.window_samples, samples
-    if before not in (0, samples):
-        outer.excluded = fit_excluded(outer.excluded, window=window, samples_before=before, samples_now=samples)
-
-
 def _batches(opened: Opened, feed: WindowFeed, world: int) -> tuple[int, int]:
     """Micro-batches per window over all ranks, before and from now on."""
     return len(opened.contents) * int(opened.part("data")[0]["accumulation"]), world * feed.accumulation

@@ -28,7 +28,7 @@ STATE_PARTS = ("engine", "rng", "data", "judge")
 """`checkpoint.snapshot.PARTS`, said again: importing it would load torch, and a test holds the two together."""
 
 _INSIDE = "checkpoints"  # of a run directory
-_NAME = re.compile(r"step-\d{8,}-a\d{8,}(\.old\d+)?")
+_NAME = re.compile(r"step-\d{8,}-a\d{8,}(-g\d{5,})?(\.old\d+)?")
 
 
 @dataclass(frozen=True)

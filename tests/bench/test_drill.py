@@ -19,10 +19,12 @@ from resilient.bench.drill.faults import PHASES, DrillStorage
 from resilient.bench.drill.job import EVERY, WORLD, Course, Model, Store, filesystem_store
 from resilient.bench.drill.run import MEASURES, checks, main, text
 from resilient.checkpoint import commit, loading, parts
-from resilient.checkpoint.filesystem import Outcome
-from resilient.checkpoint.manifest import MANIFEST, folder_name
+from resilient.checkpoint.files import wait_until
+from resilient.checkpoint.filesystem import FilesystemStore, Outcome
+from resilient.checkpoint.manifest import MANIFEST, folder_name, list_checkpoints
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.cli import drill
+from resilient.errors import CheckpointError
 
 
 @pytest.mark.timeout(180)
@@ -133,13 +135,55 @@ def test_files_that_are_not_fsynced_do_not_survive_a_power_cut(tmp_path: Path) -
         campaign(tmp_path, unsynced, "power cut", "lost")
 
 
+def test_a_start_that_was_thought_dead_takes_back_only_its_own(tmp_path: Path) -> None:
+    """What the drill found first: the old start's save fails, and with its own folder it deleted the newer start's, which
+    had the same step and attempt."""
+    dead = False
+
+    def store(generation: int, may_write: Callable[[], None] = lambda: None) -> FilesystemStore:
+        about: dict[str, Any] = {
+            "rank": 0,
+            "world": 1,
+            "vote": lambda ok: ok,
+            "keep": 2,
+            "run_id": "r",
+            "fingerprint": {},
+        }
+        return FilesystemStore(tmp_path / "checkpoints", generation=generation, may_write=may_write, **about)
+
+    def may_write() -> None:
+        if dead:
+            raise CheckpointError("a newer start exists")
+
+    snapshot = Model(0, 0).snapshot(0)
+    old = store(0, may_write)
+    old.begin(snapshot)
+    assert wait_until(lambda: old.report() == "ready", 20), "its part is written, its manifest not"
+    new = store(1)
+    assert new.save(snapshot)
+    dead = True
+    assert [o.committed for o in old.drain()] == [False]
+    assert [c.manifest.generation for c in list_checkpoints(tmp_path / "checkpoints").complete] == [1]
+    assert store(2).load() is not None
+    old.close()
+    new.close()
+
+
+def _without_generation(step: int, attempt: int, generation: int = 0) -> str:
+    return folder_name(step, attempt)
+
+
+def _always(self: commit.Save) -> bool:
+    return True
+
+
 def test_two_starts_that_share_a_folder_are_found_out(tmp_path: Path) -> None:
     """A rank stopped in the middle of a save comes back after another start has saved the same step: its folder must not
     have the same name, nor may it take back what it no longer owns."""
 
     def careless(*about: Any) -> Store:
-        commit.folder_name = lambda step, attempt, generation: folder_name(step, attempt)  # type: ignore[assignment]
-        commit.Save._is_mine = lambda save: True  # type: ignore[method-assign]
+        commit.folder_name = _without_generation
+        commit.Save._is_mine = _always  # type: ignore[method-assign]
         return filesystem_store(*about)
 
     with pytest.raises(Found):

@@ -29,6 +29,17 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(step, step, step, 1e-3, step, parts, Snapshot.digest_parts(parts))
 
 
+def test_br35_weights_that_are_not_finite_are_found_while_they_are_written(tmp_path: Path):
+    kept = store(tmp_path)
+    sick = snapshot(1)
+    sick.parts["engine"]["w"][2] = math.nan
+    masked = snapshot(2)
+    masked.parts["engine"]["buffers"] = {"mask": torch.full((2,), -math.inf)}
+    assert kept.save(sick) and kept.save(masked)
+    found = {c.manifest.step: c.manifest.health.finite for c in list_checkpoints(tmp_path).complete}
+    assert found == {1: False, 2: True}
+
+
 def steps(folder: Path) -> list[int]:
     return [c.manifest.step for c in list_checkpoints(folder).complete]
 

@@ -33,8 +33,8 @@ from tests.ranks import run_pooled
 DATA = DataConfig(name="synthetic", seq_len=8, micro_batch=3, max_bytes=20_000)
 
 
-class Everywhere(TokenStream):
-    any_world = True
+class OfOneRank(TokenStream):
+    any_world = False
 
 
 def parts_of(kind: str, world: int, rank: int, stream: type[TokenStream], seed: int) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def parts_of(kind: str, world: int, rank: int, stream: type[TokenStream], seed: 
 
 def saved_on(rank: int, world: int, folder: Path) -> list[list[int]]:
     """A checkpoint of this world; returns the samples that this rank was given."""
-    engine, feed, _, keeper = parts_of("fsdp2", world, rank, Everywhere, 1)
+    engine, feed, _, keeper = parts_of("fsdp2", world, rank, TokenStream, 1)
     given = []
     for index in range(3):
         given += [batch["ids"].tolist() for batch in feed.take().batches]
@@ -75,7 +75,7 @@ def saved_on(rank: int, world: int, folder: Path) -> list[list[int]]:
 
 def restored_on(rank: int, world: int, folder: Path) -> tuple[list[list[int]], list[str], str]:
     """Samples given after the restore, what changed, digest of torch's stream."""
-    engine, feed, judge, keeper = parts_of("ddp" if world == 1 else "fsdp2", world, rank, Everywhere, 2)
+    engine, feed, judge, keeper = parts_of("ddp" if world == 1 else "fsdp2", world, rank, TokenStream, 2)
     snapshot, changes = snapshot_for(
         open_checkpoint(folder, (rank, world)), engine, feed, judge, rank=rank, world=world
     )
@@ -88,7 +88,7 @@ def restored_on(rank: int, world: int, folder: Path) -> tuple[list[list[int]], l
     assert_same(again.parts["engine"]["counters"]["steps"], 4, "goes on")
 
     # by count, or without the loader's word for it, the position is refused by name and nothing has changed
-    other, plain, judge, keeper = parts_of("ddp" if world == 1 else "fsdp2", world, rank, TokenStream, 2)
+    other, plain, judge, keeper = parts_of("ddp" if world == 1 else "fsdp2", world, rank, OfOneRank, 2)
     before = keeper.capture(0, 0)
     with pytest.raises(DataPositionError, match=f"data/loader: .* may be another sample on {world} ranks"):
         snapshot_for(open_checkpoint(folder, (rank, world)), other, plain, judge, rank=rank, world=world)

@@ -225,7 +225,7 @@ def test_s10_s11_two_ranks_save_and_change_the_lr_when_a_file_asks_for_it(tmp_pa
 
 def test_s11_a_request_that_cannot_be_granted_is_answered_and_training_goes_on(tmp_path: Path):
     run = tmp_path / "run"
-    job = JOB.with_(steps=4, snapshot=SnapshotConfig(every=0))
+    job = JOB.with_(steps=4, snapshot=SnapshotConfig(every=0), checkpoint=CheckpointConfig(every=0))
     first, second = run_pooled(asked, 2, str(run), {2: "rollback=1", 3: "note=new data from here"}, job)
     assert first[0].applied == second[0].applied == 4 and first[0].error == second[0].error == ""
     assert [(a["action"], a["outcome"], a["message"]) for a in answers(run)] == [

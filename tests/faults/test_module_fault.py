@@ -17,7 +17,13 @@ from resilient.train.model import GPT, ModelConfig
 def test_a_module_that_the_model_does_not_have_is_named_with_the_nearest():
     model = GPT(ModelConfig(width=16, layers=2, heads=2, hidden=32))
     engine = SimpleNamespace(
-        name="bare", module=model, device=torch.device("cpu"), per_micro_step=False, layers=None, close=lambda: None
+        name="bare",
+        module=model,
+        device=torch.device("cpu"),
+        per_micro_step=False,
+        per_rank=(),
+        layers=None,
+        close=lambda: None,
     )
     fault = faults.parse({"kind": "nan_in_module", "step": 3, "module": "blocks.1.mlp.dwn"})
     assert isinstance(fault, faults.NanInModule)
@@ -35,7 +41,13 @@ def test_the_nan_follows_the_batch_to_whichever_rank_runs_it() -> None:
     """BR-37: a peer that runs the batch again gets the NaN as well; the other rank's part of that position is clean."""
     model = GPT(ModelConfig(width=16, layers=2, heads=2, hidden=32))
     engine = SimpleNamespace(
-        name="bare", module=model, device=torch.device("cpu"), per_micro_step=False, layers=None, close=lambda: None
+        name="bare",
+        module=model,
+        device=torch.device("cpu"),
+        per_micro_step=False,
+        per_rank=(),
+        layers=None,
+        close=lambda: None,
     )
     fault = faults.NanInModule(step=3, module="blocks.0")
 

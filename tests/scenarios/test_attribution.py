@@ -160,7 +160,7 @@ def test_what_is_asked_for_at_a_retried_or_held_attempt_is_done_after_it(tmp_pat
         retried = outcomes["retried"]
         assert retried.applied == AT and retried.counters["retried"] == 1 and not retried.error
         assert [r.attempt for r in retried.reports] == list(range(1, AT + 2))
-        assert [e for e in retried.events if e[0] == "checkpoint"] == [("checkpoint", {"step": AT})], rank
+        assert [fields["step"] for kind, fields in retried.events if kind == "checkpoint"] == [AT], rank
         left = outcomes["retried, leaving"]
         assert left.error == f"Preempted: asked to leave at step {AT}; the state is saved"
         held = outcomes["held, leaving"]

@@ -51,7 +51,9 @@ def chained(rank: int, world: int, engine: str, precision: str, workers: int, fo
     inside = job.with_(run_dir=f"{folder}/run")
     hurt = {"kind": "nan", "step": 4, "rank": 1, "place": "loss"}
     parts = [run_job(inside.with_(fault=hurt), rank, world, tweak=leave_at(5), raises=Preempted)]  # memory; leaves at 6
-    parts.append(run_job(inside.with_(steps=9), rank, world, tweak=at_the_end_forget))  # from disk; the copy of 8 is left
+    parts.append(
+        run_job(inside.with_(steps=9), rank, world, tweak=at_the_end_forget)
+    )  # from disk; the copy of 8 is left
     parts.append(run_job(inside, rank, world))  # from the copies in memory
     problems = []
     if [(i.action, i.target_step) for i in parts[0].incidents] != [("rollback", 2)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -110,7 +111,9 @@ def returning(rank: int, world: int, folder: str) -> list[Any]:
     told = []
     for _ in range(3):
         hurt = run_job(job.with_(fault={**NAN, "repeat": True}), rank, world, raises=(StopRequested, NothingUsable))
-        told.append((hurt.error[:13], resumed_from(hurt), [fields for kind, fields in hurt.events if kind == "quarantine"]))
+        told.append(
+            (hurt.error[:13], resumed_from(hurt), [fields for kind, fields in hurt.events if kind == "quarantine"])
+        )
     return told
 
 
@@ -142,4 +145,4 @@ def test_s15_the_interval_follows_the_risk(tmp_path: Path):
     assert saved[:2] == [0, 16], "calm, and saving is cheap: as far apart as allowed"
     assert intervals and intervals[0] < 16, intervals
     after = [step for step in saved if step > 16]
-    assert after[0] <= 22 and max(b - a for a, b in zip(after, after[1:], strict=False)) < 16, saved
+    assert after[0] <= 22 and max(b - a for a, b in itertools.pairwise(after)) < 16, saved

@@ -35,7 +35,6 @@ _FORK = multiprocessing.get_context("fork")  # a new interpreter would spend two
 _STEPS = 4 * EVERY  # of a start with a fault: with two checkpoints kept, every save deletes one
 _AFTER = 2 * EVERY  # of the start after it
 _DAMAGED = "damaged-by-the-drill"  # a file beside the parts: it goes where the folder goes
-_GRACE_S = 5.0  # a rank that has lost its peer ends in that time, or is ended
 
 KILLS = ("kill one", "kill all")
 STARTS: tuple[tuple[str, Phase | None], ...] = (
@@ -117,19 +116,10 @@ class Start:
                 os.kill(process.pid, signal.SIGCONT)
 
     def end(self) -> Start:
-        """Wait for all ranks; at the deadline they are killed, and it hung. Where one has died, as it was to, the other has
-        a moment to notice."""
-        died = 0.0
-        while alive := [p for p in self._ranks if p.is_alive()]:
-            now = time.monotonic()
-            if len(alive) < WORLD and not died and any(p.exitcode not in (0, None) for p in self._ranks):
-                died = now
-            if now > self._deadline:
-                self.hung = True
-                break
-            if died and self.plan.fault is not None and self.plan.fault.action == "kill all" and now > died + _GRACE_S:
-                break
-            time.sleep(0.002)
+        """Wait for all ranks: one that has lost its peer has to notice. At the deadline they are killed, and it hung."""
+        for process in self._ranks:
+            process.join(max(self._deadline - time.monotonic(), 0.0))
+        self.hung = any(p.is_alive() for p in self._ranks)
         for process in self._ranks:
             if process.is_alive():
                 process.kill()
@@ -222,7 +212,8 @@ class Campaign:
 
     def _damage(self, done: Round, known: set[int]) -> set[int]:
         """The newest checkpoints, but not the last one that is left. Returns their steps."""
-        folders = [c.path for c in list_checkpoints(self._place).complete if c.manifest.step in known]
+        whole = [c for c in list_checkpoints(self._place).complete if not (c.path / _DAMAGED).exists()]
+        folders = [c.path for c in whole if c.manifest.step in known]
         damaged = folders[: self._random.randrange(1, len(folders))] if len(folders) > 1 else []
         done.detail = "; ".join(DAMAGE[done.fault](folder, self._random) for folder in damaged)
         done.struck = bool(damaged)
@@ -239,7 +230,7 @@ class Campaign:
             self._start(_AFTER).end()
             known = self._committed()
             size = sum(f.stat().st_size for f in self._place.glob("step-*/rank-0*.pt")) // max(len(known), 1)
-            room = self._random.randrange(max(2 * size, 1))
+            room = self._random.randrange(max(size, 1))  # less than one checkpoint takes
             filler = fill(disk, room) if mounted else None
             limit = 0 if mounted else self._random.randrange(1, max(size // WORLD, 2))
             start = self._start(_STEPS, largest=limit).end()
