@@ -77,6 +77,7 @@ class FilesystemStore:
     visible_s: how long a rank waits for a file that another rank has written.
     deadline_s: longest time of a stage of a save or load on this rank; then it has failed, even if it never returns.
     retries: how often a failed stage is done again, `retry_wait_s` later, twice that after the next.
+    elastic: `take` may give checkpoints of another world size, by their manifest alone.
     when_busy: what `begin` does with two saves not done yet: "wait" for the first, or "replace" the one not begun.
     may_write: called on a committer before it writes; raises when this process must not any more (a newer generation).
 
@@ -106,6 +107,7 @@ class FilesystemStore:
         retry_wait_s: float = 5.0,
         when_busy: Literal["wait", "replace"] = "wait",
         run_dir: Path | None = None,
+        elastic: bool = False,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.storage = open_storage(place)
@@ -115,7 +117,7 @@ class FilesystemStore:
         self.at_risk = False
         self.run_id = run_id
         self.manifest: Manifest | None = None
-        self._vote, self._gather = vote, gather
+        self._vote, self._gather, self._elastic = vote, gather, elastic
         self._retries, self._retry_wait_s, self._when_busy = retries, retry_wait_s, when_busy
         self._layout: Layout | None = Layout.one(1) if world == 1 else None
         self._writer = Writer(f"the checkpoint writer of rank {rank}")
@@ -355,8 +357,9 @@ class FilesystemStore:
     def _prune(self, task: Task) -> None:
         """In the background, when nothing is being written. Failure is a warning."""
         try:
+            self._job.may_write()  # a start that another one has taken over from deletes nothing
             listing = list_checkpoints(self.storage)
-        except OSError as error:
+        except (OSError, ResilientError) as error:
             log.warning("old checkpoints in %s are not deleted: %s", self.storage.name, redact(str(error)))
             return
         held = []
@@ -422,7 +425,15 @@ class FilesystemStore:
         return self._keep(found) if found is not None else None
 
     def _loader(self) -> Loader:
-        return Loader(self._job, self._together, self.layout(), self._gather, lambda ok: self._vote(ok), self._run_dir)
+        return Loader(
+            self._job,
+            self._together,
+            self.layout(),
+            self._gather,
+            lambda ok: self._vote(ok),
+            self._run_dir,
+            elastic=self._elastic,
+        )
 
     def _keep(self, found: Loaded) -> Loaded:
         self.manifest = found.manifest
@@ -463,6 +474,7 @@ def configured_store(
         retry_wait_s=config.retry_wait_s,
         when_busy=config.when_busy,
         run_dir=run_dir,
+        elastic=config.elastic,
         may_write=may_write,
     )
 

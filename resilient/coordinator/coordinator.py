@@ -35,6 +35,7 @@ from resilient.coordinator.feed import Window, WindowFeed
 from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.measure import Measurement
+from resilient.coordinator.other_world import refit_windows, samples_per_window
 from resilient.coordinator.outer import Outer, newest
 from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
@@ -112,7 +113,7 @@ class Coordinator:
         self.judge = judge
         self.exchange = exchange
         self.config = config
-        self.outer = Outer()
+        self.outer = Outer(window_samples=samples_per_window(feed, exchange.world_size))
         self.applied = 0
         self.guarded = judge is not None
         self.window_size = feed.accumulation
@@ -210,6 +211,7 @@ class Coordinator:
         for candidate in self._tiers.resumes(refit, on_no_valid_checkpoint):
             resume = candidate.snapshot
             outer = Outer.from_dict(self.exchange.share(newest(self._outer_path, candidate.outer)))
+            refit_windows(outer, resume.position, samples_per_window(self.feed, self.exchange.world_size))
             for window in {tuple(window) for window in outer.excluded} - told:
                 told.add(window)
                 self.feed.exclude(*window)

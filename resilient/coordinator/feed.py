@@ -263,13 +263,19 @@ class WindowFeed:
             "window": mark.window,
             "epoch": mark.epoch,
             "batches": mark.batches,
-            "ended": mark.ended,
+            "ended": mark.ended or self._nothing_left(),
             "carry": mark.carry,
             "loader": mark.loader,
             "since": mark.since,
             "epoch_rng": mark.epoch_rng,
             "accumulation": self.accumulation,
         }
+
+    def _nothing_left(self) -> bool:
+        """By count: whether it is known that this epoch holds no window more, and that nothing of it is carried over. A position
+        that says so needs no batch to be read again, and means the same with any number of ranks."""
+        known = self._fetched and self._pending is None and self._at.ended
+        return known and not self.exact and self.tail != "carry"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, forwards or back. The exclusion list is not part of it: it outlives a rollback.

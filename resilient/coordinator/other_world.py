@@ -19,9 +19,10 @@ from resilient.checkpoint.export import Opened, open_checkpoint
 from resilient.checkpoint.manifest import Manifest
 from resilient.checkpoint.rng import rederive
 from resilient.checkpoint.snapshot import Snapshot, freeze
-from resilient.checkpoint.world import fit_data, fit_judge
+from resilient.checkpoint.world import fit_data, fit_excluded, fit_judge
 from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.judge import Judge
+from resilient.coordinator.outer import Outer
 from resilient.engines.base import Engine
 from resilient.engines.pieces import state_from
 from resilient.errors import CheckpointError, DataPositionError
@@ -78,6 +79,13 @@ def samples_per_window(feed: WindowFeed, world: int) -> int:
     """Over all ranks. Where the loader does not tell (`global_batch`): in micro-batches, taken to be all of one size."""
     told = getattr(feed.loader, "global_batch", None)
     return told if isinstance(told, int) and told > 0 else world * feed.accumulation
+
+
+def refit_windows(outer: Outer, window: int, samples: int) -> None:
+    """Excluded windows ahead of `window`, the next one, as windows of `samples` over all ranks from now on."""
+    before, outer.window_samples = outer.window_samples, samples
+    if before not in (0, samples):
+        outer.excluded = fit_excluded(outer.excluded, window=window, samples_before=before, samples_now=samples)
 
 
 def _batches(opened: Opened, feed: WindowFeed, world: int) -> tuple[int, int]:

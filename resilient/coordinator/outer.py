@@ -31,6 +31,9 @@ class Outer:
     rollbacks: int = 0
     steps_lost: int = 0  # applied steps taken back by rollbacks or restarts
     excluded: list[list[int]] = field(default_factory=list)  # data windows [first, last)
+    window_samples: int = (
+        0  # in one that lies ahead, over all ranks (other_world.py: samples_per_window); 0: nobody has said
+    )
     policy: dict[str, Any] = field(default_factory=dict)
     interval: dict[str, Any] = field(default_factory=dict)  # of checkpoints, where it adapts: what it has learned
     lr_factor: float = 1.0  # asked for from outside, in force until it is asked for anew

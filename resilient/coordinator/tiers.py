@@ -24,6 +24,7 @@ from resilient.checkpoint.selection import Copy, Offer, Selection, Target, Tier,
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.checkpoint.trust import TRUST, TRUST_LIMIT, Failure, Key, Trust, TrustBook
 from resilient.coordinator.exchange import Exchange
+from resilient.coordinator.other_world import BoundToItsWorld
 from resilient.errors import CheckpointError, NothingUsable
 
 _RISK = "C"  # stability letter from which on more is kept (S15)
@@ -31,7 +32,8 @@ _KNOWN = 256  # checkpoints on disk that the book keeps in mind; older ones coun
 
 
 class Refit(Protocol):
-    """A checkpoint of another world size as this rank's snapshot. Raises CheckpointError or DataPositionError."""
+    """A checkpoint of another world size as this rank's snapshot. Raises CheckpointError for a damaged one, BoundToItsWorld
+    for one that can be had with the ranks that saved it only."""
 
     def __call__(self, folder: str, manifest: Manifest) -> tuple[Snapshot, list[str]]: ...
 
@@ -145,7 +147,8 @@ class Tiers:
     def resumes(self, refit: Refit | None, on_no_valid_checkpoint: Literal["stop", "fresh"]) -> Iterator[Candidate]:
         """States to start from, best first; none for a fresh start. Collective.
 
-        Raises NothingUsable when something was trained and no state is left to try, unless that may be a fresh start."""
+        Raises NothingUsable when something was trained and no state is left to try, unless that may be a fresh start, and
+        BoundToItsWorld when the next to try is in order and only this number of ranks cannot have it."""
         self._read_book()
         traces = self._list_disk(sound=True)
         peers = self._list_peers()
@@ -238,7 +241,7 @@ class Tiers:
         tier, key = target.tiers[self._exchange.rank], target.key
         snapshot: Snapshot | None = None
         outer: Mapping[str, Any] | None = None
-        problem, health = "", None
+        problem, health, bound = "", None, False
         changes: list[str] = []
         if tier is Tier.MEMORY:
             snapshot = next(s for s in self.ring.snapshots if (s.step, s.attempt) == tuple(key))
@@ -260,13 +263,18 @@ class Tiers:
             outer, health = loaded.manifest.outer, loaded.manifest.health
             if own:
                 snapshot = loaded.snapshot
-                if snapshot is None and refit is not None:
+                if snapshot is None and refit is None:
+                    problem = f"it was saved by {loaded.manifest.world} ranks"
+                elif snapshot is None and refit is not None:
                     try:
                         snapshot, changes = refit(loaded.folder, loaded.manifest)
                     except Exception as error:  # whatever a part can be wrong in
-                        problem = f"{type(error).__name__}: {error}"
+                        bound = isinstance(error, BoundToItsWorld)
+                        problem = str(error) if bound else f"{type(error).__name__}: {error}"
         if set(target.tiers) != {Tier.MEMORY} and not self._exchange.vote(snapshot is not None, key.step):
             why = problem or "another rank could not load its part"
+            if refit is not None and not self._exchange.vote(not bound, key.step):
+                raise BoundToItsWorld(why)  # an older one would lose steps that are all there
             self._tell("warning", {"message": f"{key} is passed over: {why}"})
             for used in sorted(set(target.tiers) - {Tier.MEMORY}):
                 self.book.unreadable(key, used.name.lower(), why)

@@ -43,6 +43,10 @@ def test_a_run_of_2_ranks_goes_on_alone_and_is_exported(tmp_path: Path) -> None:
     saved = list_checkpoints(run / "checkpoints").complete[0].manifest
     assert saved.world == 2 and saved.samples == 4 * saved.step
 
+    refused = start([*RUN, "run.nproc=1", "run.checkpoint.elastic=false"], tmp_path)
+    code, _, err = finish(refused)
+    assert code == 77 and "world size 2 there, 1 here (start 2 ranks, or with run.checkpoint.elastic=true)" in err, err
+
     code, _, err = finish(start([*RUN, "run.nproc=1"], tmp_path))  # 60 steps, as it began with
     assert code == 0, err
     assert "began with 2 ranks, now there are 1: data.accumulation 1 -> 2 (2 micro-batches per step, now 2)" in err

@@ -3,13 +3,16 @@ BR-13, BR-15)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import resilient
 from resilient.checkpoint.config import CheckpointConfig
 from resilient.checkpoint.manifest import list_checkpoints
 from resilient.checkpoint.pieces import Piece, from_plain, node, to_plain
@@ -178,6 +181,28 @@ def refused(rank: int, world: int, job: Job, error: Any = (CheckpointError,)) ->
     return outcome.error, outcome
 
 
+def drift(guard: Any, engine: Any) -> None:
+    """One weight of rank 1 is one unit in the last place off, which no loss shows."""
+    guard.start()
+    if guard.rank == 1:
+        weight = next(engine.module.parameters()).data.view(-1)
+        weight[0] = torch.nextafter(weight[0], torch.tensor(torch.inf))
+
+
+def drifted(rank: int, world: int, job: Job) -> Outcome:
+    return run_job(job, rank, world, tweak=drift)
+
+
+@pytest.mark.timeout(120)
+def test_copies_that_differ_in_one_bit_are_refused(tmp_path: Path):
+    """The control: what is compared bit for bit is not equal here, and nothing is made of it."""
+    job = JOB.with_(steps=3, run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=3, blocking=True))
+    run_pooled(drifted, 2, job)
+    errors = [error for error, _ in run_pooled(refused, 3, job.with_(steps=6))]
+    assert all(error.startswith("BoundToItsWorld") for error in errors), errors
+    assert any("parameters/" in error and "not the same on rank 0 and rank 1" in error for error in errors), errors
+
+
 @pytest.mark.timeout(120)
 def test_an_engine_of_another_kind_is_refused(tmp_path: Path):
     job = JOB.with_(steps=3, run_dir=str(tmp_path / "run"))
@@ -197,3 +222,117 @@ def test_another_zero_stage_is_refused(tmp_path: Path):
     run_ranks(alone, 2, job)
     for error in run_ranks(at_another_stage, 3, job.with_(engine="zero3")):
         assert "engine 'deepspeed_zero1' there, 'deepspeed_zero3' here" in error
+
+
+class Counting:
+    """A user's loader without a state: twelve batches an epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        torch.manual_seed(self.rank)
+        return iter([torch.randn(2, 4) for _ in range(12)])
+
+
+class PerRank(Counting):
+    """With a state that is a position among this rank's own batches, and nobody has said otherwise."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        batches = list(super().__iter__())
+        while self.at < len(batches):
+            self.at += 1
+            yield batches[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def own_loop(rank: int, world: int, loader: type[Counting], steps: int, folder: str) -> tuple[int, str, list[str]]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    heard: list[str] = []
+
+    class Ear:
+        def event(self, kind: str, fields: Any) -> None:
+            heard.extend([*fields.get("changes", ()), str(fields.get("message", ""))])
+
+        def step(self, report: Any) -> None: ...
+        def incident(self, incident: Any) -> None: ...
+        def close(self) -> None: ...
+
+    config = CheckpointConfig(every=4, keep=1, blocking=True)
+    with resilient.Guard(
+        model, optimizer, data=loader(rank), run_dir=folder, checkpoint=config, listeners=[Ear()], progress=False
+    ) as guard:  # fmt: skip
+        try:
+            guard.start()
+            for batch in guard.batches(steps=steps):
+                guard.backward(model(batch).square().mean())
+                guard.step()
+        except CheckpointError as error:
+            return guard.applied, f"{type(error).__name__}: {error}", heard
+    return guard.applied, "", heard
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("loader", "part"), [(Counting, "data/batches: the position is 8 batches into epoch 0"), (PerRank, "data/loader: ")]
+)
+def test_a_position_that_is_another_sample_elsewhere_is_refused(tmp_path: Path, loader: type[Counting], part: str):
+    """In the middle of an epoch; and nothing is lost by it: where it was saved it can be loaded."""
+    folder = str(tmp_path / "run")
+    assert [applied for applied, *_ in run_pooled(own_loop, 2, loader, 8, folder)] == [8, 8]
+    steps = [complete.manifest.step for complete in list_checkpoints(tmp_path / "run" / "checkpoints").complete]
+    assert steps[0] == 8 and 0 in steps, "one of them could be taken, and eight steps lost"
+    for applied, error, _ in run_pooled(own_loop, 3, loader, 10, folder):
+        assert applied == 0 and error.startswith("BoundToItsWorld: step 8 was saved by 2 ranks"), error
+        assert part in error or "another rank" in error, error
+    assert [applied for applied, *_ in run_pooled(own_loop, 2, loader, 10, folder)] == [10, 10]
+
+
+@pytest.mark.timeout(120)
+def test_elastic_false_refuses_another_world(tmp_path: Path):
+    job = JOB.with_(steps=3, run_dir=str(tmp_path / "run"))
+    run_pooled(alone, 2, job)
+    config = replace(job.checkpoint, elastic=False)
+    for error, _ in run_pooled(refused, 3, job.with_(steps=6, checkpoint=config)):
+        assert "world size 2 there, 3 here (start 2 ranks, or with run.checkpoint.elastic=true)" in error
+    assert run_pooled(alone, 2, job.with_(steps=6, checkpoint=config))[0].applied == 6
+
+
+@pytest.mark.timeout(120)
+def test_excluded_data_stays_excluded(tmp_path: Path):
+    """Windows of 4 samples ahead of the change become windows of 6 that hold all of them, and not more than they must."""
+    job = JOB.with_(steps=3, run_dir=str(tmp_path / "run"))
+    run_pooled(alone, 2, job)
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints").complete[0].manifest
+    assert newest.outer is not None and newest.outer["window_samples"] == 4
+    later = {
+        **newest.outer,
+        "attempts": 4,
+        "skipped": 1,
+        "excluded": [[1, 2], [5, 7]],
+    }  # an incident after the checkpoint
+    (tmp_path / "run" / "outer.json").write_text(json.dumps(later))
+    outcomes = run_pooled(alone, 3, job.with_(steps=7))
+    assert outcomes[0].counters["excluded"] == [[1, 2], [4, 6]] and outcomes[0].counters["window_samples"] == 6
+    size = TokenStream(DataConfig(name="synthetic", seq_len=16, max_bytes=60_000), seed=0, rank=0, world=1).samples
+    order = sample_ids(0, 60, size, seed=0).tolist()
+    assert delivered(outcomes, job) == order[12:18] + order[30:48], "samples 20 to 28 were condemned"
+
+
+@pytest.mark.timeout(180)
+def test_a_loader_without_a_state_goes_on_where_an_epoch_ends(tmp_path: Path):
+    folder = str(tmp_path / "run")
+    run_pooled(own_loop, 2, Counting, 12, folder)
+    for applied, error, changes in run_pooled(own_loop, 3, Counting, 12, folder):
+        assert (applied, error) == (12, "") and "world: 2 ranks -> 3" in changes

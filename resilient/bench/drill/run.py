@@ -31,7 +31,7 @@ from resilient.bench.drill.campaign import STARTS, Campaign, Round, histogram
 from resilient.errors import ConfigError
 from resilient.telemetry.output import check_folder, hand_over, unusable
 
-ROUNDS, QUICK = 200, 24  # quick: every fault in every phase once
+ROUNDS, QUICK = 200, len(STARTS)  # quick: every fault in every phase once
 _HANG_S = 30.0
 
 MEASURES = {
