@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from resilient.checkpoint.config import SnapshotConfig
 from resilient.checkpoint.snapshot import Snapshot
 
@@ -14,7 +16,7 @@ class MemoryRing:
         self.config = config
         self._keep = max(config.keep, 1)
         self._snapshots: list[Snapshot] = []
-        self._lent: set[int] = set()  # by id: read by somebody else
+        self._lent: Counter[int] = Counter()  # by id: how many others read it
         self._spare: Snapshot | None = None
 
     def __len__(self) -> int:
@@ -62,8 +64,16 @@ class MemoryRing:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def lend(self, snapshot: Snapshot) -> None:
-        """Somebody else reads it from now on, for how long is not known: its memory is not used again."""
-        self._lent.add(id(snapshot))
+        """Somebody else reads it from now on: its memory is not used again until it was given back."""
+        self._lent[id(snapshot)] += 1
+
+    def give_back(self, snapshot: Snapshot) -> None:
+        """One reader is done with it."""
+        self._lent[id(snapshot)] -= 1
+        if self._lent[id(snapshot)] <= 0:
+            del self._lent[id(snapshot)]
+            if not any(held is snapshot for held in self._snapshots):
+                self._spare = snapshot
 
     def spare(self) -> Snapshot | None:
         """A snapshot that was dropped, for the next one to be written into. The caller's from now on."""
@@ -71,7 +81,5 @@ class MemoryRing:
         return spare
 
     def _release(self, snapshot: Snapshot) -> None:
-        if id(snapshot) in self._lent:
-            self._lent.discard(id(snapshot))
-        else:
+        if id(snapshot) not in self._lent:
             self._spare = snapshot

@@ -144,6 +144,7 @@ class Coordinator:
             tell=self._tell,
             level=self._level,
             lend=ring.lend,
+            give_back=ring.give_back,
             begun=lambda step, attempt: self._tiers.begun(step, attempt),
             ended=lambda step, attempt, committed: self._tiers.ended(step, attempt, committed),
         )
@@ -157,7 +158,9 @@ class Coordinator:
             tell=self._tell,
             level=self._level if judge is not None else None,
         )
-        self._copies = PeerCopies(peer, exchange, tell=self._tell, lend=ring.lend) if peer is not None else None
+        self._copies: PeerCopies | None = None
+        if peer is not None:
+            self._copies = PeerCopies(peer, exchange, tell=self._tell, lend=ring.lend, give_back=ring.give_back)
         self._goes_back = judge is not None and judge.ladder.config.mode != "observe"
         self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None

@@ -24,8 +24,10 @@ class PeerCopies:
         *,
         tell: Callable[[str, Mapping[str, Any]], None],
         lend: Callable[[Snapshot], None],
+        give_back: Callable[[Snapshot], None],
     ) -> None:
-        self._peer, self._exchange, self._tell, self._lend = peer, exchange, tell, lend
+        self._peer, self._exchange, self._tell, self._lend, self._give_back = peer, exchange, tell, lend, give_back
+        self._lent: Snapshot | None = None
         self._pending: tuple[int, int] | None = None  # step and attempt of the copy under way
         self._told = False  # that copies fail: once is enough
         self.last: int | None = None  # step of the newest complete one
@@ -44,6 +46,8 @@ class PeerCopies:
             return
         failed = table.ranks_flagged(Flag.COPY_FAILED)
         if not failed:
+            if self._lent is not None:
+                self._give_back(self._lent)
             self._peer.settle(*self._pending)
             self.last = self._pending[0]
         elif not self._told:
@@ -57,6 +61,7 @@ class PeerCopies:
         """Copy a snapshot in the background, unless one is being copied."""
         if self._pending is None:
             self._lend(snapshot)
+            self._lent = snapshot
             self._pending = (snapshot.step, snapshot.attempt)
             self._peer.hold(snapshot, outer)
 

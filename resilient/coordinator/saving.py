@@ -69,8 +69,8 @@ class Saver:
     """One per coordinator. Collective methods raise ExchangeFailed when the ranks cannot vote: nothing was committed then,
     and nothing can be until they can.
 
-    last: step of the newest checkpoint known here. level: the stability letter to write down with it. lend: told of every
-    snapshot that is read in the background from now on. begun, ended: told step and attempt of
+    last: step of the newest checkpoint known here. level: the stability letter to write down with it. lend, give_back:
+    told of every snapshot that is read in the background from now on, and when it is not any more. begun, ended: told step and attempt of
     every checkpoint, and whether it was committed."""
 
     def __init__(
@@ -86,13 +86,14 @@ class Saver:
         tell: Callable[[str, Mapping[str, Any]], None],
         level: Callable[[], str],
         lend: Callable[[Snapshot], None] = lambda snapshot: None,
+        give_back: Callable[[Snapshot], None] = lambda snapshot: None,
         begun: Callable[[int, int], None] = lambda step, attempt: None,
         ended: Callable[[int, int, bool], None] = lambda step, attempt, committed: None,
     ) -> None:
         self._engine, self._exchange, self._feed = engine, exchange, feed
         self._state, self._contracts = state, contracts
         self._store, self._config = store, config
-        self._tell, self._level, self._lend = tell, level, lend
+        self._tell, self._level, self._lend, self._give_back = tell, level, lend, give_back
         self._on_begun, self._on_ended = begun, ended
         self._intervals: Intervals | None = None
         if config.adaptive:
@@ -109,7 +110,8 @@ class Saver:
         self._began = self._heard = self._alarmed = False
         self._unheard = 0
         self._pieces: tuple[Any, list[tuple[Any, ...]]] | None = None  # the newest ones: of a state of what structure
-        self._bound = False  # to this world: it has been told
+        self._asked = 0  # saves for which all ranks were asked whether their pieces can be told
+        self._lent: dict[tuple[int, int], Snapshot] = {}  # that are being written
         self.last: int | None = None
 
     @property
@@ -145,6 +147,9 @@ class Saver:
         for outcome in outcomes:
             captured = self._captured.pop(outcome.step, time.monotonic())
             self._on_ended(outcome.step, outcome.attempt, outcome.committed)
+            lent = self._lent.pop((outcome.step, outcome.attempt), None)
+            if lent is not None and outcome.committed:  # else a writer that hangs may still read it
+                self._give_back(lent)
             if outcome.committed:
                 self.last = outcome.step
                 self._newest = (outcome.step, captured)
@@ -186,19 +191,19 @@ class Saver:
             self.last = None  # its steps were taken back
         self._settle(self._store.give_up_after(snapshot.step))
         pieces, problem = self._pieces_of(snapshot)
-        finite, anywhere = self._all(snapshot.step, bool(torch.isfinite(self._engine.weight_sq_share())), not problem)
-        if not anywhere and not self._bound:
-            self._bound = True
+        if self._asked < 2 and not self._exchange.vote(not problem, snapshot.step):  # without moments, and with them
             why = problem or "another rank cannot say what its tensors are pieces of"
             message = f"checkpoints can be loaded with {self._exchange.world_size} ranks only, and not exported: {why}"
             self._tell("warning", {"message": message})
-        health = Health(finite=finite, level=self._level())
+        self._asked += 1
+        health = Health(level=self._level())  # whether it is finite is found while it is written
         facts = {"loss_scale": self._engine.loss_scale(), "samples": _samples(snapshot)}
         began = time.monotonic()
         self._lend(snapshot)
         self._on_begun(snapshot.step, snapshot.attempt)
         self._captured[snapshot.step] = time.monotonic()
-        saved = replace(snapshot, pieces=pieces if anywhere else [])
+        self._lent[snapshot.step, snapshot.attempt] = snapshot
+        saved = replace(snapshot, pieces=pieces)
         self._settle(self._store.begin(saved, outer.as_dict(), health, facts))
         self._unheard = 0
         if wait or self._config.blocking or not self._began:  # the first one shows at once whether saving works
@@ -259,12 +264,6 @@ class Saver:
             except CheckpointError as error:
                 return [], str(error)
         return self._pieces[1], ""
-
-    def _all(self, step: int, *facts: bool) -> list[bool]:
-        """Each fact, whether it holds on all ranks. One vote where all of them do."""
-        if self._exchange.vote(all(facts), step):
-            return [True] * len(facts)
-        return [self._exchange.vote(fact, step) for fact in facts]
 
     def finish(self) -> None:
         """Wait for what is being written, on all ranks."""

@@ -56,6 +56,14 @@ def test_what_falls_out_is_spare_unless_it_is_lent():
     ring.lend(second)
     ring.add(fourth)
     assert ring.spare() is None, "its reader may not be done with it"
+    ring.lend(second)
+    ring.give_back(second)
+    assert ring.spare() is None, "one of two readers is"
+    ring.give_back(second)
+    assert ring.spare() is second
+    ring.lend(third)
+    ring.give_back(third)
+    assert ring.spare() is None, "it is still held"
     ring.drop_after(3)
     assert ring.steps() == (3,) and ring.spare() is fourth
 
