@@ -13,15 +13,15 @@ from tests.recovery.processes import Running, marked
 from tests.recovery.test_local import SPAWN
 
 JOB = """
-import datetime, pathlib, time
+import datetime, os, pathlib, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1800))
 rank = dist.get_rank()
 for step in range(1, 20):
     if rank == 2 and step == 7:
         pathlib.Path("failed").write_text(str(time.time()))
-        dist.destroy_process_group()  # or gloo's teardown may abort, with another exit code
-        raise RuntimeError("out of memory, say")
+        print("RuntimeError: out of memory, say", file=sys.stderr, flush=True)
+        os._exit(1)  # at once: gloo's teardown may abort, with another exit code
     dist.all_reduce(torch.ones(8))
 """
 
