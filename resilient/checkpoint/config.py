@@ -11,7 +11,7 @@ from resilient.errors import ConfigError
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """The memory ring. every: steps between snapshots (0: none); keep: how many, or fewer, but two, when that many take
+    """The memory ring. every: steps between snapshots (0: none); keep: how many, or fewer, but three, when that many take
     more than budget_mb of a rank's host memory (null: no limit).
 
     trust_after: clean steps after a snapshot before it may be a rollback target. Damage done by the step just before

@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and which snapshots make room in memory. Pure: what is held in, names out.
+"""Which checkpoints may go. Pure: what is held in, names out.
 
 One rule comes before all others: what can be gone back to is never deleted to save space. And one is easily forgotten:
 the next snapshot to become good must be allowed to, or a run that saves faster than trust grows never has a good one.
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from resilient.checkpoint.trust import Trust
 
-AT_RISK = 2  # good ones kept when risk is high (S15), and in memory always
+AT_RISK = 2  # good ones kept when risk is high (S15)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One checkpoint or snapshot, as far as keeping it is concerned.
+    """One checkpoint, as far as keeping it is concerned.
 
     name: how the caller calls it. sound: weights and evaluation were finite (BR-35) and nobody refused its content.
     in_force: training has come through it; not of a course that was given up. loss: of its evaluation, None: there was
-    none. pinned: a person or an incident wants it kept. bytes: on this rank, for the memory budget."""
+    none. pinned: a person or an incident wants it kept."""
 
     name: str
     step: int
@@ -30,7 +30,6 @@ class Held:
     in_force: bool = True
     loss: float | None = None
     pinned: bool = False
-    bytes: int = 0
 
     @property
     def good(self) -> bool:
@@ -101,38 +100,6 @@ def _by_course(held: Iterable[Held]) -> list[Held]:
     """Those that training came through first, each kind newest first as it was: a course given up keeps no newer one alive
     at the cost of the one that training goes on from."""
     return sorted(held, key=lambda h: not h.in_force)
-
-
-@dataclass(frozen=True)
-class Room:
-    """evict: names to drop. fits: the new snapshot then fits; if not, drop nothing and do without the new one."""
-
-    evict: tuple[str, ...]
-    fits: bool
-
-
-def make_room(held: Sequence[Held], incoming: int, budget: int) -> Room:
-    """What the ring drops for a snapshot of `incoming` bytes, under a budget of `budget` bytes. held: newest first, with
-    the bytes of the largest rank (all ranks must decide alike).
-
-    Never dropped: the two newest good ones (one if the budget holds fewer than three snapshots of this size), the next to
-    become good, and pinned ones. First to go are broken ones, then those of a course given up, then the rest from the
-    oldest on. A snapshot that does not fit is done without: the one that waits to become good is worth more."""
-    good = [h.name for h in _by_course(h for h in held if h.good)]
-    least = AT_RISK if budget >= (AT_RISK + 1) * incoming else 1
-    spared = {*good[:least], *next_good(held), *(h.name for h in held if h.pinned)}
-    others = sorted(
-        ((i, h) for i, h in enumerate(held) if h.name not in spared),
-        key=lambda pair: (not pair[1].broken, pair[1].in_force, -pair[0]),
-    )
-    used, evict = sum(h.bytes for h in held), []
-    for _, h in others:
-        if used + incoming <= budget:
-            break
-        evict.append(h.name)
-        used -= h.bytes
-    fits = used + incoming <= budget
-    return Room(tuple(evict) if fits else (), fits)
 
 
 def best_of(losses: Mapping[str, float | None]) -> str | None:

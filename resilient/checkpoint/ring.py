@@ -39,8 +39,9 @@ class MemoryRing:
         return min(max(self.config.keep, 1), int(self.config.budget_mb * 2**20 // max(snapshot_bytes, 1)) - 1)
 
     def limit(self, keep: int) -> None:
-        """Keep so many from now on, at least two: the newest may be too young to go back to. Same on all ranks."""
-        self._keep = max(keep, min(2, max(self.config.keep, 1)))
+        """Keep so many from now on, at least three: the newest may be too young to go back to, and two good ones are to stay
+        (S15). Same on all ranks."""
+        self._keep = max(keep, min(3, max(self.config.keep, 1)))
         while len(self._snapshots) > self._keep:
             self._release(self._snapshots.pop(0))
 

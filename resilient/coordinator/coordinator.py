@@ -805,11 +805,11 @@ class Coordinator:
             self._sized += 1
             fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot.bytes))]))[:, 0]
             self.ring.limit(int(fits.min()))
-            if self._sized == 2 and fits.min() < 2:
+            if self._sized == 2 and fits.min() < 3:
                 self._tell(
                     "warning",
                     {
-                        "message": f"run.snapshot.budget_mb does not hold two snapshots of {snapshot.bytes / 2**20:.0f} MB: two are kept"
+                        "message": f"run.snapshot.budget_mb does not hold three snapshots of {snapshot.bytes / 2**20:.0f} MB: three are kept"
                     },
                 )
         return snapshot

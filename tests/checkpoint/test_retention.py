@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.checkpoint.retention import Held, Retention, Room, best_of, expendable, make_room, next_good
+from resilient.checkpoint.retention import Held, Retention, best_of, expendable, next_good
 from resilient.checkpoint.trust import Key, Trust, TrustBook
 
 GOOD, YOUNG, TAINTED, QUARANTINED = Trust.GOOD, Trust.PROVISIONAL, Trust.TAINTED, Trust.QUARANTINED
@@ -102,30 +102,6 @@ def test_best_of():
 # -- memory -------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_drops_broken_then_given_up_then_the_oldest():
-    items = [
-        held(60, bytes=10),
-        held(50, bytes=10),
-        held(40, bytes=10),
-        held(35, YOUNG, in_force=False, bytes=10),
-        held(30, TAINTED, bytes=10),
-        held(20, bytes=10),
-    ]
-    assert make_room(items, 10, 70) == Room((), True)
-    assert make_room(items, 10, 60) == Room(("s30",), True)
-    assert make_room(items, 10, 50) == Room(("s30", "s35"), True)
-    assert make_room(items, 10, 40) == Room(("s30", "s35", "s20"), True)
-    assert make_room(items, 10, 30) == Room(("s30", "s35", "s20", "s40"), True)
-    assert make_room(items, 10, 20) == Room(
-        ("s30", "s35", "s20", "s40", "s50"), True
-    )  # too small for two and a new one
-    assert make_room(items, 25, 30) == Room((), False)
-
-
-def test_a_snapshot_that_waits_to_become_good_is_worth_more_than_a_new_one():
-    assert make_room([held(30, YOUNG, bytes=10), held(20, bytes=10), held(10, bytes=10)], 10, 30) == Room((), False)
-
-
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Held]:
     steps = sorted(draw(st.sets(st.integers(0, 60), max_size=12)), reverse=True)
@@ -138,7 +114,6 @@ def worlds(draw: st.DrawFn) -> list[Held]:
             in_force=draw(st.booleans()),
             loss=draw(st.sampled_from([None, math.nan, 1.0, 2.0, 3.0])),
             pinned=draw(st.integers(0, 9)) == 0,
-            bytes=draw(st.integers(1, 9)),
         )
         for step in steps
     ]
@@ -174,43 +149,21 @@ def test_invariants_on_disk(items: list[Held], orphans: list[str], rules: Retent
     assert not expendable(left, [o for o in orphans if o not in deleted], rules, at_risk=at_risk)
 
 
-@settings(max_examples=300, deadline=None)
-@given(worlds(), st.integers(1, 9), st.integers(1, 60))
-def test_invariants_in_memory(items: list[Held], incoming: int, budget: int):
-    room = make_room(items, incoming, budget)
-    left = [h for h in items if h.name not in room.evict]
-    assert room.fits == (sum(h.bytes for h in left) + incoming <= budget) or not room.fits
-    assert not room.evict or room.fits
-    least = 2 if budget >= 3 * incoming else 1
-    assert sum(h.good for h in left) >= min(sum(h.good for h in items), least)
-    assert not any(h.pinned for h in items if h.name in room.evict)
-    assert set(next_good(items)) <= {h.name for h in left}
-
-
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 5))
-def test_a_calm_run_never_starves_whatever_comes_first(every: int, after: int, fit: int):
-    """Saved more often than trust grows, on a small budget and with the smallest retention: there is always a good one,
-    and it is never older than trust needs plus what the budget makes it wait."""
-    book, ring, disk = TrustBook(after=after), list[int](), list[int]()
-
-    def look(steps: list[int]) -> list[Held]:
-        return [
-            Held(str(s), s, book.level(Key(s, s)), in_force=book.in_force(Key(s, s)), bytes=1) for s in reversed(steps)
-        ]
-
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_a_calm_run_never_starves_whatever_comes_first(every: int, after: int):
+    """Saved more often than trust grows, with the smallest retention: there is always a good one, never older than trust
+    needs."""
+    book, disk = TrustBook(after=after), list[int]()
     for step in range(1, 80):
         book.clean_step(step)
         if step % every == 0:
-            room = make_room(look(ring), 1, fit)
-            ring = [s for s in ring if str(s) not in room.evict]
             book.saved(Key(step, step))
-            ring += [step] if room.fits else []
             disk.append(step)
-            names = expendable(look(disk), (), Retention(last=1, young=0))
+            held = [Held(str(s), s, book.level(Key(s, s)), in_force=book.in_force(Key(s, s))) for s in reversed(disk)]
+            names = expendable(held, (), Retention(last=1, young=0))
             disk = [s for s in disk if str(s) not in names]
-        for kept in (ring, disk):
-            assert len(kept) <= max(fit, 3)
-            newest = max((s for s in kept if book.level(Key(s, s)) is GOOD), default=None)
-            if step > every + after:
-                assert newest is not None and step - newest <= 2 * (after + every), (step, kept)
+        newest = max((s for s in disk if book.level(Key(s, s)) is GOOD), default=None)
+        assert len(disk) <= 3
+        if step > every + after:
+            assert newest is not None and step - newest <= 2 * (after + every), (step, disk)
