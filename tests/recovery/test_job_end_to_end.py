@@ -1,4 +1,4 @@
-"""C5, C7, S16: a rank is SIGKILLed under each launcher, the job comes back by itself, and what it ends with equals an
+"""C5, C7, S16, BR-58: a rank is SIGKILLed under each launcher, the job comes back by itself, and what it ends with equals an
 undisturbed twin bit for bit. Real launchers, real processes, a real kill."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks, or is refused by the name of what stands in the way (issue 5, deliver 6; BR-11,
+"""A run goes on with another number of ranks, or is refused by the name of what stands in the way (issue 5, deliver 6; BR-11, BR-17,
 BR-13, BR-15)."""
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from resilient.checkpoint.config import CheckpointConfig
+from resilient.checkpoint.manifest import list_checkpoints
+from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.errors import Preempted
 from tests.ranks import run_pooled
@@ -121,3 +123,51 @@ def test_the_time_of_a_save_is_held_against_the_time_there_is(monkeypatch: pytes
         now[0] += 21.0
     assert "21.0 s" in str(preemption.remark())
     assert Preemption(None).fits()
+
+
+def slow_disk(seconds: float) -> Any:
+    def tweak(guard: Any, engine: Any) -> None:
+        storage = guard._store.storage
+        write, stepped = storage.write, guard.step
+
+        def slowly(file: str, fill: Any) -> None:
+            time.sleep(seconds)
+            write(file, fill)
+
+        def step() -> bool:
+            ended = stepped()
+            if ended and guard.applied == 3 and guard.rank == 1:
+                guard.preempt()
+            return ended
+
+        storage.write, guard.step = slowly, step
+
+    return tweak
+
+
+def in_a_hurry(rank: int, world: int, folder: str, grace_s: float) -> tuple[Outcome, Outcome, Outcome, list[int]]:
+    config = CheckpointConfig(every=100, peer=True, peer_folder=f"{folder}/memory{grace_s:.0f}")
+    job = Job(
+        steps=8,
+        run_dir=f"{folder}/run{grace_s:.0f}",
+        checkpoint=config,
+        guard=GuardConfig(exchange_timeout_s=30.0, grace_s=grace_s),
+    )
+    twin = run_job(job.with_(run_dir=None), rank, world)
+    left = run_job(job, rank, world, tweak=slow_disk(1.0), raises=Preempted)
+    on_disk = [c.manifest.step for c in list_checkpoints(Path(str(job.run_dir)) / "checkpoints").complete]
+    return twin, left, run_job(job, rank, world), on_disk
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("grace_s", [1.0, 60.0])
+def test_br52_what_does_not_fit_the_grace_goes_to_memory_and_the_disk_is_left_whole(tmp_path: Path, grace_s: float):
+    for twin, left, resumed, on_disk in run_pooled(in_a_hurry, 2, str(tmp_path), grace_s, timeout=110):
+        warned = [f["message"] for kind, f in left.events if kind == "warning" and "run.guard.grace_s" in f["message"]]
+        came = next(fields["from"] for kind, fields in resumed.events if kind == "resume")
+        assert "asked to leave at step 4; the state is saved" in left.error
+        if grace_s < 2:
+            assert warned and on_disk == [0] and "step 4" in came and "peer" in came, (warned, on_disk, came)
+        else:
+            assert not warned and on_disk == [4, 0] and "step 4" in came, (warned, on_disk, came)
+        assert (resumed.digest, resumed.rng) == (twin.digest, twin.rng)
