@@ -164,12 +164,13 @@ class Intervals:
         """(steps, fewest possible): a save must have been written before the next one begins."""
         low, high = self.config.shortest, self.config.longest
         hazard = HAZARD[self._letter]
+        ceiling = max(low, round(high / math.sqrt(hazard)))  # saving may be so cheap that only the bound holds
         if not self._stalls or math.isnan(self._step_s):
-            return max(low, round(high / math.sqrt(hazard))), low
+            return ceiling, low
         seconds = daly(median(self._stalls), mtbf(self._prior_s, self._up_s, self._failures) / hazard)
         busy = median(self._writes) if self._writes else 0.0
         least = min(max(low, math.ceil(busy / self._step_s)), high)
-        return min(max(round(seconds / self._step_s), least), high), least
+        return max(min(round(seconds / self._step_s), ceiling), least), least
 
     # -- kept outside the rollback: going back must not make the failure unseen ------------------------------------------
 

@@ -133,6 +133,16 @@ class Coordinator:
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, config.blind_after)
+        self.ring = ring
+        self._tiers = Tiers(
+            exchange,
+            ring,
+            store=store,
+            peer=peer,
+            book=TrustBook(ring.config.trust_after),
+            tell=self._tell,
+            level=self._level if judge is not None else None,
+        )
         self._saver = Saver(
             engine,
             exchange,
@@ -145,18 +155,8 @@ class Coordinator:
             level=self._level,
             lend=ring.lend,
             give_back=ring.give_back,
-            begun=lambda step, attempt: self._tiers.begun(step, attempt),
-            ended=lambda step, attempt, committed: self._tiers.ended(step, attempt, committed),
-        )
-        self.ring = ring
-        self._tiers = Tiers(
-            exchange,
-            ring,
-            store=store,
-            peer=peer,
-            book=TrustBook(ring.config.trust_after),
-            tell=self._tell,
-            level=self._level if judge is not None else None,
+            begun=self._tiers.begun,
+            ended=self._tiers.ended,
         )
         self._copies: PeerCopies | None = None
         if peer is not None:
@@ -346,7 +346,8 @@ class Coordinator:
         """In a long evaluation, now and then, on all ranks at the same place: True on all of them as soon as any was asked
         to leave. Break off then; the end of `evaluation()` saves and leaves. Collective: one small all-reduce."""
         if self.guarded and not self._leaving and not self._stopped:
-            self._leaving = not self.exchange.vote(self._preemption.asked_at is None, self.applied)
+            with self._meeting():
+                self._leaving = not self.exchange.vote(self._preemption.asked_at is None, self.applied)
         return self._leaving
 
     def _leave_if_asked(self) -> None:
@@ -740,7 +741,8 @@ class Coordinator:
         snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
         failed, busy = table.ranks_flagged(Flag.SAVE_FAILED), table.ranks_flagged(Flag.SAVE_BUSY)
         self._saver.stepped(self.outer)
-        self._saver.hear(failed=bool(failed), busy=bool(busy))
+        with self._meeting():
+            self._saver.hear(failed=bool(failed), busy=bool(busy))
         if self._copies is not None:
             self._copies.hear(table)
             if snapshot is not None:
@@ -803,30 +805,29 @@ class Coordinator:
         self._tiers.captured(snapshot)
         if self.ring.config.budget_mb is not None and self._sized < 2:  # the first has no moments yet
             self._sized += 1
-            fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot.bytes))]))[:, 0]
-            self.ring.limit(int(fits.min()))
-            if self._sized == 2 and fits.min() < 3:
-                self._tell(
-                    "warning",
-                    {
-                        "message": f"run.snapshot.budget_mb does not hold three snapshots of {snapshot.bytes / 2**20:.0f} MB: three are kept"
-                    },
-                )
+            with self._meeting():
+                self._hold_to_budget(snapshot.bytes)
         return snapshot
+
+    def _hold_to_budget(self, snapshot_bytes: int) -> None:
+        """As many snapshots as the rank with the largest state has room for. Collective."""
+        fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot_bytes))]))[:, 0].min()
+        self.ring.limit(int(fits))
+        if self._sized == 2 and fits < 3:
+            size = f"{snapshot_bytes / 2**20:.0f} MB"
+            message = f"run.snapshot.budget_mb does not hold three snapshots of {size}: three are kept"
+            self._tell("warning", {"message": message})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None, leaving: bool = False) -> None:
         if not self._exchange_works:
             return  # without votes no checkpoint can be committed
-        try:
+        with self._meeting():
             if leaving and self._copies is not None and not self.exchange.vote(self._preemption.fits(), self.applied):
                 return self._copy_now(snapshot)
             with self._preemption.saving():
                 self._saver.save_if_due(self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot)
-        except ExchangeFailed as error:  # nothing was committed, and training does not depend on it
-            self._exchange_works = False
-            self._guard_failed(error)
 
     def _saved_at(self) -> tuple[int | None, ...]:
         """Steps of the newest states that outlive this process."""
@@ -842,22 +843,14 @@ class Coordinator:
             )
 
     def _save(self, snapshot: Snapshot) -> None:
-        try:
-            with self._preemption.saving():
-                self._saver.save(snapshot, self.outer)
-        except ExchangeFailed as error:
-            self._exchange_works = False
-            self._guard_failed(error)
+        with self._meeting(), self._preemption.saving():
+            self._saver.save(snapshot, self.outer)
 
     def _finish_saves(self) -> None:
         """Wait for what is being written."""
-        if not self._exchange_works:
-            return
-        try:
-            self._saver.finish()
-        except ExchangeFailed as error:
-            self._exchange_works = False
-            self._guard_failed(error)
+        if self._exchange_works:
+            with self._meeting():
+                self._saver.finish()
 
     def _level(self) -> str:
         return self.judge.level().letter if self.judge is not None and self.guarded else ""
@@ -903,14 +896,20 @@ class Coordinator:
         self.feed.next_epoch()
         self._has_next = self._all_have_next = self._any_has_next = True
         if self.guarded:
-            try:
+            with self._meeting():
                 self._hello()
-            except ExchangeFailed as error:
-                self._exchange_works = False
-                self._guard_failed(error)
             self._leave_if_asked()
 
     # -- when the guard itself breaks ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Ranks agree on something inside that training does not depend on: if they cannot, it goes on unguarded."""
+        try:
+            yield
+        except ExchangeFailed as error:
+            self._exchange_works = False
+            self._guard_failed(error)
 
     def _guard_failed(self, error: Exception) -> None:
         self.guarded = False

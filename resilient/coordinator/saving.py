@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -65,13 +65,23 @@ class Store(Protocol):
         """Not collective."""
 
 
+@dataclass
+class _Begun:
+    """A save that is not done yet. at: when it was begun. stall_s: seconds that training stood still for it, None: all of
+    them, it was waited for."""
+
+    snapshot: Snapshot
+    at: float
+    stall_s: float | None = None
+
+
 class Saver:
     """One per coordinator. Collective methods raise ExchangeFailed when the ranks cannot vote: nothing was committed then,
     and nothing can be until they can.
 
     last: step of the newest checkpoint known here. level: the stability letter to write down with it. lend, give_back:
-    told of every snapshot that is read in the background from now on, and when it is not any more. begun, ended: told step and attempt of
-    every checkpoint, and whether it was committed."""
+    told of every snapshot that is read in the background from now on, and when it is not any more. begun, ended: told step
+    and attempt of every checkpoint, and whether it was committed."""
 
     def __init__(
         self,
@@ -99,19 +109,17 @@ class Saver:
         if config.adaptive:
             bounds = IntervalConfig(shortest=config.shortest, longest=config.longest)
             self._intervals = Intervals(bounds, exchange.world_size)
-        self._stalls: dict[int, float] = {}  # step -> seconds that its save held training up
         self._step_s = math.nan  # of all ranks, as told at the last save
         self._counted: tuple[int, float] | None = None  # attempts and time at the last save
         self._evaluations: dict[
             int, dict[str, float]
         ] = {}  # by step: the last one, and those of saves that are pending
-        self._captured: dict[int, float] = {}  # step -> when, of saves that are pending
+        self._pending: dict[tuple[int, int], _Begun] = {}  # by step and attempt
         self._newest = (0, time.monotonic())  # of a committed one: step, when it was captured
         self._began = self._heard = self._alarmed = False
         self._unheard = 0
         self._pieces: tuple[Any, list[tuple[Any, ...]]] | None = None  # the newest ones: of a state of what structure
         self._asked = 0  # saves for which all ranks were asked whether their pieces can be told
-        self._lent: dict[tuple[int, int], Snapshot] = {}  # that are being written
         self.last: int | None = None
 
     @property
@@ -145,15 +153,13 @@ class Saver:
         """Raises GuardError if the configuration wants the job to end when a checkpoint fails."""
         assert self._store is not None
         for outcome in outcomes:
-            captured = self._captured.pop(outcome.step, time.monotonic())
+            begun = self._pending.pop((outcome.step, outcome.attempt))
             self._on_ended(outcome.step, outcome.attempt, outcome.committed)
-            lent = self._lent.pop((outcome.step, outcome.attempt), None)
-            if lent is not None and outcome.committed:  # else a writer that hangs may still read it
-                self._give_back(lent)
             if outcome.committed:
+                self._give_back(begun.snapshot)  # else a writer that hangs may still read it
                 self.last = outcome.step
-                self._newest = (outcome.step, captured)
-                self._learn(outcome)
+                self._newest = (outcome.step, begun.at)
+                self._learn(outcome, begun)
                 if outcome.step in self._evaluations:
                     self._store.evaluated(outcome.step, self._evaluations[outcome.step])
                 self._tell("checkpoint", {"step": outcome.step, "seconds": round(outcome.seconds, 3)})
@@ -198,17 +204,16 @@ class Saver:
         self._asked += 1
         health = Health(level=self._level())  # whether it is finite is found while it is written
         facts = {"loss_scale": self._engine.loss_scale(), "samples": _samples(snapshot)}
-        began = time.monotonic()
+        begun = self._pending[snapshot.step, snapshot.attempt] = _Begun(snapshot, time.monotonic())
         self._lend(snapshot)
         self._on_begun(snapshot.step, snapshot.attempt)
-        self._captured[snapshot.step] = time.monotonic()
-        self._lent[snapshot.step, snapshot.attempt] = snapshot
         saved = replace(snapshot, pieces=pieces)
         self._settle(self._store.begin(saved, outer.as_dict(), health, facts))
         self._unheard = 0
         if wait or self._config.blocking or not self._began:  # the first one shows at once whether saving works
             self._settle(self._store.drain())
-        self._stalls[snapshot.step] = time.monotonic() - began
+        else:
+            begun.stall_s = time.monotonic() - begun.at
         self._began = True
 
     # -- how far apart (S15) ---------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class Saver:
             self._intervals.failed()
             self._tell_interval(before, outer)
 
-    def _learn(self, outcome: Outcome) -> None:
+    def _learn(self, outcome: Outcome, begun: _Begun) -> None:
         """What a save has cost, of the slowest rank. Collective where the interval adapts."""
         if self._intervals is None:
             return
@@ -243,7 +248,8 @@ class Saver:
         if self._counted is not None and attempts > self._counted[0]:
             mean = (now - self._counted[1]) / (attempts - self._counted[0])
         self._counted = (attempts, now)
-        mine = torch.tensor([self._stalls.pop(outcome.step, math.nan), outcome.seconds, mean], dtype=torch.float64)
+        stall_s = outcome.seconds if begun.stall_s is None else begun.stall_s
+        mine = torch.tensor([stall_s, outcome.seconds, mean], dtype=torch.float64)
         stall_s, write_s, self._step_s = self._exchange.gather(mine).max(axis=0).tolist()
         self._intervals.saved(stall_s, write_s)
 

@@ -208,3 +208,14 @@ def test_always_within_bounds_and_a_restart_changes_nothing(events: list[tuple],
             other = Intervals(config, world)
             other.load_state_dict(json.loads(json.dumps(one.state_dict(), allow_nan=False)))
     assert one.steps == other.steps and one.reason() == other.reason()
+
+
+def test_s15_each_letter_halves_the_interval_where_saving_costs_next_to_nothing():
+    """Then only the bound says how far apart, and it must not hide the risk."""
+    found = []
+    for letter in "ABCD":
+        intervals = Intervals(IntervalConfig(shortest=5, longest=800), world=2)
+        intervals.saved(0.001, 0.1)
+        intervals.step(letter, 1.0)
+        found.append(intervals.steps)
+    assert found == [800, 400, 200, 100]

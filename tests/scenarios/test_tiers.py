@@ -13,7 +13,7 @@ import pytest
 
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.checkpoint.trust import Key, Trust
-from resilient.errors import NothingUsable, StopRequested
+from resilient.errors import ExchangeFailed, NothingUsable, StopRequested
 from tests.ranks import run_pooled
 from tests.scenarios.harness import ROLL_BACK_AT_ONCE, Job, Outcome, run_job, same_training
 
@@ -146,3 +146,45 @@ def test_s15_the_interval_follows_the_risk(tmp_path: Path):
     assert intervals and intervals[0] < 16, intervals
     after = [step for step in saved if step > 16]
     assert after[0] <= 22 and max(b - a for a, b in itertools.pairwise(after)) < 16, saved
+
+
+def parted(rank: int, world: int, folder: str, when: str) -> Outcome:
+    """From step 5 on the ranks cannot agree on anything but the table of a step."""
+    job = Job(
+        steps=12,
+        run_dir=f"{folder}/run",
+        checkpoint=CheckpointConfig(adaptive=True, shortest=3, longest=16, blocking=when == "save"),
+        snapshot=SnapshotConfig(every=3, budget_mb=1000.0),
+    )
+
+    def tweak(guard: Any, engine: Any) -> None:
+        coordinator, stepped = guard._coordinator, guard.step
+
+        def lost(*_: Any, **__: Any) -> Any:
+            raise ExchangeFailed("nobody there")
+
+        def step() -> bool:
+            ended = stepped()
+            if ended and guard.applied == 4:
+                exchange = coordinator.exchange
+                exchange.gather, exchange.vote = (lost, lost) if when != "save" else (lost, exchange.vote)
+                if when == "evaluation":
+                    with guard.evaluation():
+                        assert not guard.leaving()
+                elif when == "save":
+                    guard.checkpoint()
+                elif when == "budget":
+                    coordinator._sized = 0
+            return ended
+
+        guard.step = step
+
+    return run_job(job, rank, world, tweak=tweak)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["evaluation", "save", "budget"])
+def test_what_the_ranks_cannot_agree_on_does_not_end_the_job(tmp_path: Path, when: str):
+    for outcome in run_pooled(parted, 2, str(tmp_path), when, timeout=110):
+        assert outcome.applied == 12 and outcome.error == ""
+        assert any(kind == "guard_failed" and "nobody there" in f["message"] for kind, f in outcome.events), when
