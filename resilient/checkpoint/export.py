@@ -17,10 +17,10 @@ import torch
 
 from resilient.checkpoint.dcp import Stored, state_dict_of, write_dcp
 from resilient.checkpoint.manifest import Manifest, read_manifest
-from resilient.checkpoint.parts import verify_part
 from resilient.checkpoint.pieces import from_plain
 from resilient.checkpoint.reshape import Held, SourcePart, compare, held_by
 from resilient.checkpoint.storage import LocalStorage
+from resilient.checkpoint.verify import verify_part
 from resilient.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and activation checkpointing
@@ -59,7 +59,11 @@ def open_checkpoint(folder: Path, share: tuple[int, int] = (0, 1)) -> Opened:
     storage = LocalStorage(folder.parent)
     index, shares = share
     for rank in range(index, manifest.world, shares):
-        verify_part(storage, folder.name, manifest.part_of(rank))
+        part = manifest.part_of(rank)
+        try:
+            verify_part(storage, folder.name, part)
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{folder / part.file}: {error}") from error
     return Opened(manifest, [_mapped(folder / manifest.part_of(rank).file) for rank in range(manifest.world)])
 
 

@@ -125,10 +125,7 @@ class Loader:
         if on_no_valid_checkpoint == "fresh":
             log.warning("%s: starting from the beginning, as on_no_valid_checkpoint=fresh says", what)
             return None
-        raise NothingUsable(
-            f"{what}. Starting from zero would throw that work away: repair a checkpoint, choose another run.id, "
-            "or say run.on_no_valid_checkpoint=fresh"
-        )
+        raise nothing_usable(what)
 
     # -- which ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +266,13 @@ class Loader:
         if len(manifest.ranks) < manifest.world or not self._layout.shared:
             return "; or bring all parts together in one folder that all ranks share: every rank reads all of them"
         return None
+
+
+def nothing_usable(what: str) -> NothingUsable:
+    return NothingUsable(
+        f"{what}. Starting from zero would throw that work away: repair a checkpoint, choose another run.id, "
+        "or say run.on_no_valid_checkpoint=fresh"
+    )
 
 
 def traces_of_training(place: Path | Storage, run_dir: Path | None = None) -> str:

@@ -151,15 +151,6 @@ def read_part(storage: Storage, folder: str, part: Part, check: Callable[[], Non
         raise CheckpointError(f"{storage.name}/{file} cannot be read: {redact(_brief(error))}") from error
 
 
-def verify_part(storage: Storage, folder: str, part: Part) -> None:
-    """Size and digest alone, streamed: nothing is unpickled. Raises CheckpointError naming the file."""
-    try:
-        with storage.open(f"{folder}/{part.file}") as stream:
-            verify_stream(stream, part)
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{storage.name}/{folder}/{part.file}: {redact(str(error))}") from error
-
-
 def _as_snapshot(content: Any, part: Part) -> Snapshot:
     if not isinstance(content, dict) or set(content) != set(_FIELDS) or not isinstance(content["parts"], dict):
         raise CheckpointError("it does not hold a snapshot")

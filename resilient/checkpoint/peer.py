@@ -24,7 +24,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,18 @@ import numpy as np
 import torch
 import xxhash
 
+from resilient.checkpoint.manifest import folder_name
 from resilient.checkpoint.part_server import Address, PartServer, fetch_part, partners, send_part
 from resilient.checkpoint.snapshot import PARTS, Snapshot
+from resilient.checkpoint.trust import Key
 from resilient.errors import CheckpointError
 
 _FIELDS = tuple(f.name for f in fields(Snapshot))
 _PART = re.compile(r"step-(\d{8,})-a(\d{8,})-rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.pt")
-_COMPLETE = re.compile(r"step-(\d{8,})-a(\d{8,})\.complete")
+_KEY = re.compile(r"step-(\d{8,})-a(\d{8,})\b")
 _CHUNK = 1 << 20
 _OFFERED = 4  # newest complete snapshots of a host that are spoken of at a start
 _BITS = 48  # of a float64 that carry ranks
-
-
-@dataclass(frozen=True, order=True)
-class Key:
-    """Attempts never come twice in a run, so they say which of two snapshots is newer."""
-
-    attempt: int
-    step: int
-
-    @property
-    def stem(self) -> str:
-        return f"step-{self.step:08d}-a{self.attempt:08d}"
 
 
 class PeerStore:
@@ -133,10 +123,10 @@ class PeerStore:
     def settle(self, step: int, attempt: int) -> None:
         """Every rank holds it: mark it complete and drop what is older than `keep`. Local. A full folder is no error."""
         with suppress(OSError):
-            (self.folder / f"{Key(attempt, step).stem}.complete").touch(mode=0o600)
+            (self.folder / f"{folder_name(step, attempt)}.complete").touch(mode=0o600)
         complete = self._complete()
         for path, key in self._all():
-            if len(complete) >= self.keep and key < complete[self.keep - 1]:
+            if len(complete) >= self.keep and key.attempt < complete[self.keep - 1].attempt:
                 path.unlink(missing_ok=True)
 
     def drain(self, timeout_s: float) -> bool:
@@ -152,12 +142,12 @@ class PeerStore:
         self._server.close()
 
     def _hold(self, snapshot: Snapshot, outer: dict[str, Any]) -> int:
-        key = Key(snapshot.attempt, snapshot.step)
-        partial = self.folder / f"{key.stem}-{self.rank}.{secrets.token_hex(4)}.partial"
+        key = Key(snapshot.step, snapshot.attempt)
+        partial = self.folder / f"{folder_name(*key)}-{self.rank}.{secrets.token_hex(4)}.partial"
         try:
             with open(partial, "wb") as file:
                 torch.save({name: getattr(snapshot, name) for name in _FIELDS} | {"outer": outer}, file)
-            name = f"{key.stem}-rank-{self.rank:05d}-of-{self.world:05d}-{_digest(partial)}.pt"
+            name = f"{folder_name(*key)}-rank-{self.rank:05d}-of-{self.world:05d}-{_digest(partial)}.pt"
             os.replace(partial, path := self.folder / name)
         except Exception as error:  # torch's writer turns a full file system into a RuntimeError
             raise CheckpointError(f"rank {self.rank} could not copy step {snapshot.step} to memory: {error}") from error
@@ -172,7 +162,7 @@ class PeerStore:
     def find(self) -> list[tuple[Key, list[int]]]:
         """Complete snapshots of this world size whose parts all still lie on some host, newest first, each with a rank per
         part on whose host it is (the part's own rank where it can be). Collective; the same on all ranks."""
-        offered = [key for key in self._complete()[:_OFFERED]]
+        offered = self._complete()[:_OFFERED]
         words = -(-self.world // _BITS)
         mine = torch.zeros(_OFFERED, 2 + words, dtype=torch.float64)
         parts = {key: self._parts(key) for key in offered}
@@ -186,21 +176,22 @@ class PeerStore:
         for holder, rows in enumerate(told):
             for attempt, step, *bits in rows.astype(np.int64).tolist():
                 if attempt > 0:
-                    of_key = holders.setdefault(Key(attempt - 1, step), {})
+                    of_key = holders.setdefault(Key(step, attempt - 1), {})
                     for rank in range(self.world):
                         if bits[rank // _BITS] >> rank % _BITS & 1:
                             of_key.setdefault(rank, []).append(holder)
         return [
             (key, [rank if rank in found[rank] else found[rank][0] for rank in range(self.world)])
-            for key, found in sorted(holders.items(), reverse=True)
+            for key, found in sorted(holders.items(), key=lambda item: item[0].attempt, reverse=True)
             if len(found) == self.world
         ]
 
     def load(self, key: Key, holder: int) -> tuple[Snapshot, dict[str, Any]]:
-        """This rank's part of a snapshot from `find`, and the outer state that was copied with it. Raises CheckpointError when it cannot be had or is damaged."""
+        """This rank's part of a snapshot from `find`, and the outer state that was copied with it. Raises CheckpointError when
+        it cannot be had or is damaged."""
         path = self._parts(key).get(self.rank)
         if path is None:
-            name = f"{key.stem}-rank-{self.rank:05d}-of-{self.world:05d}"
+            name = f"{folder_name(*key)}-rank-{self.rank:05d}-of-{self.world:05d}"
             path = fetch_part(name, self._addresses[holder], self.folder, self._token, self.timeout_s)
         match = _PART.fullmatch(path.name)
         if match is None or _digest(path) != match.group(5):
@@ -212,7 +203,7 @@ class PeerStore:
         except Exception as error:  # torch.load raises many kinds
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         missing = [name for name in PARTS if name not in snapshot.parts]
-        if missing or (snapshot.step, snapshot.attempt) != (key.step, key.attempt):
+        if missing or (snapshot.step, snapshot.attempt) != key:
             raise CheckpointError(f"{path} is not the part of step {key.step} that its name says")
         return snapshot, outer
 
@@ -221,24 +212,24 @@ class PeerStore:
     def _parts(self, key: Key) -> dict[int, Path]:
         """Rank -> its part on this host."""
         found = {}
-        for path in self.folder.glob(f"{key.stem}-rank-*.pt"):
+        for path in self.folder.glob(f"{folder_name(*key)}-rank-*.pt"):
             match = _PART.fullmatch(path.name)
             if match is not None and int(match.group(4)) == self.world:
                 found[int(match.group(3))] = path
         return found
 
     def _complete(self) -> list[Key]:
-        """Newest first."""
-        matches = [_COMPLETE.fullmatch(path.name) for path in self.folder.glob("*.complete")]
-        return sorted((Key(int(m.group(2)), int(m.group(1))) for m in matches if m is not None), reverse=True)
+        """Newest first: attempts never come twice in a run, so they say which of two is newer."""
+        found = {key for path in self.folder.glob("*.complete") if (key := _key_of(path.name)) is not None}
+        return sorted(found, key=lambda key: key.attempt, reverse=True)
 
     def _all(self) -> list[tuple[Path, Key]]:
-        found = []
-        for path in self.folder.iterdir():
-            match = re.match(r"step-(\d{8,})-a(\d{8,})", path.name)
-            if match is not None:
-                found.append((path, Key(int(match.group(2)), int(match.group(1)))))
-        return found
+        return [(path, key) for path in self.folder.iterdir() if (key := _key_of(path.name)) is not None]
+
+
+def _key_of(name: str) -> Key | None:
+    match = _KEY.match(name)
+    return Key(int(match.group(1)), int(match.group(2))) if match is not None else None
 
 
 def _digest(path: Path) -> str:

@@ -16,8 +16,8 @@ import torch
 
 from resilient.checkpoint.filesystem import FilesystemStore
 from resilient.checkpoint.loading import Offer as DiskOffer
+from resilient.checkpoint.loading import nothing_usable
 from resilient.checkpoint.manifest import Health, Manifest
-from resilient.checkpoint.peer import Key as PeerKey
 from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.selection import Copy, Offer, Selection, Target, Tier, encode, select
@@ -25,7 +25,7 @@ from resilient.checkpoint.snapshot import Snapshot
 from resilient.checkpoint.trust import TRUST, TRUST_LIMIT, Failure, Key, Trust, TrustBook
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.other_world import BoundToItsWorld
-from resilient.errors import CheckpointError, NothingUsable
+from resilient.errors import CheckpointError
 
 _RISK = "C"  # stability letter from which on more is kept (S15)
 _KNOWN = 256  # checkpoints on disk that the book keeps in mind; older ones count as provisional
@@ -172,10 +172,7 @@ class Tiers:
                 "warning", {"message": f"{what}: starting from the beginning, as on_no_valid_checkpoint=fresh says"}
             )
             return
-        raise NothingUsable(
-            f"{what}. Starting from zero would throw that work away: repair a checkpoint, choose another run.id, "
-            "or say run.on_no_valid_checkpoint=fresh"
-        )
+        raise nothing_usable(what)
 
     # -- what lies where ------------------------------------------------------------------------------------------
 
@@ -199,8 +196,7 @@ class Tiers:
 
     def _list_peers(self) -> dict[Key, list[int]]:
         """Complete copies in the hosts' memory: key -> holder by rank. Collective."""
-        found = self.peer.find() if self.peer is not None else []
-        self._holders = {Key(key.step, key.attempt): holders for key, holders in found}
+        self._holders = dict(self.peer.find()) if self.peer is not None else {}
         return self._holders
 
     def _with_disk(
@@ -248,9 +244,7 @@ class Tiers:
         elif tier is Tier.PEER:
             assert self.peer is not None
             try:
-                snapshot, outer = self.peer.load(
-                    PeerKey(key.attempt, key.step), self._holders[key][self._exchange.rank]
-                )
+                snapshot, outer = self.peer.load(key, self._holders[key][self._exchange.rank])
             except CheckpointError as error:
                 problem = str(error)
         if Tier.DISK in target.tiers:

@@ -215,7 +215,7 @@ def test_s15_each_letter_halves_the_interval_where_saving_costs_next_to_nothing(
     found = []
     for letter in "ABCD":
         intervals = Intervals(IntervalConfig(shortest=5, longest=800), world=2)
-        intervals.saved(0.001, 0.1)
+        intervals.saved(0.01, 0.1)
         intervals.step(letter, 1.0)
         found.append(intervals.steps)
     assert found == [800, 400, 200, 100]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from resilient.checkpoint.peer import Key, PeerStore
+from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.snapshot import Snapshot
 from resilient.errors import CheckpointError
 
@@ -173,5 +173,18 @@ def test_a_copy_that_fails_is_said_and_nothing_else_happens(tmp_path: Path, full
     assert full == "own" or all(held == -1 for held, _ in told)
 
 
-def test_newer_is_the_later_attempt_not_the_larger_step():
-    assert Key(attempt=20, step=12) > Key(attempt=18, step=15)
+def test_newer_is_the_later_attempt_not_the_larger_step(tmp_path: Path):
+    def work(rank: int, world: World) -> list[int]:
+        copies = store(tmp_path, rank, world)
+        for step, attempt in ((15, 18), (12, 20)):  # after a rollback
+            copies.hold(snapshot(step, rank, attempt))
+            assert copies.drain(20.0) and copies.held() == attempt
+            world.barrier.wait()
+            copies.settle(step, attempt)
+            world.barrier.wait()
+        found = [key.step for key, _ in copies.find()]
+        world.barrier.wait()
+        copies.close()
+        return found
+
+    assert on_all(work) == [[12, 15]] * 4
