@@ -223,24 +223,42 @@ def cells(options: argparse.Namespace) -> list[Settings]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments("checkpoint", __doc__).parse_args(argv)
+
+    def bounds(found: Sequence[dict[str, Any]]) -> list[Check]:
+        return checks(found) if not options.quick else []  # a few milliseconds in two rounds bound nothing
+
+    return run("checkpoint", options, measure, bounds, text)
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[Settings, Path], dict[str, Any]],
+    checks: Callable[[Sequence[dict[str, Any]]], list[Check]],
+    text: Callable[[Sequence[dict[str, Any]], Sequence[Check]], str],
+    more: Callable[[Settings], dict[str, Any]] = lambda settings: {},
+) -> int:
+    """Measure each cell in a launch of its own, or in this rank of one (`--worker`), and hand over what was found.
+
+    more: what is measured of a cell outside its launch. Returns the exit code."""
     if options.worker:
         folder, settings = options.worker
         return worker(Settings(**json.loads(settings)), Path(folder), measure)
     try:
         check_folder("--out", options.out)
     except ConfigError as error:
-        return unusable("bench checkpoint", error)
+        return unusable(f"bench {name}", error)
     found = []
-    for settings in cells(options):
-        one = launch("resilient.bench.checkpoint", settings, options.nproc)
+    for cell in cells(options):
+        one = launch(f"resilient.bench.{name}", cell, options.nproc)
         if isinstance(one, int):
             return one
-        found.append(one)
-        print(f"{settings.engine}, {settings.model}: done", file=sys.stderr, flush=True)
-    held = checks(found) if not options.quick else []  # a few milliseconds in two rounds bound nothing
+        found.append({**one, **more(cell)})
+        print(f"{cell.engine}, {cell.model}: done", file=sys.stderr, flush=True)
+    held = checks(found)
     whole = {"found": found, "checks": [check.as_json() for check in held]}
     written = json.dumps(whole, indent=2) if options.format == "json" else text(found, held)
-    return hand_over("bench checkpoint", written, options.out) or int(not all(check.ok for check in held))
+    return hand_over(f"bench {name}", written, options.out) or int(not all(check.ok for check in held))
 
 
 def table(one: dict[str, Any]) -> list[str]:

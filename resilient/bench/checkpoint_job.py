@@ -14,23 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from resilient.bench.overhead import PRESETS
-from resilient.bench.ranks import engine_config
+from resilient.bench.ranks import MODELS, trained_engine
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.checkpoint.digest import walk
 from resilient.checkpoint.snapshot import Snapshot
-from resilient.engines.build import build_engine
 from resilient.integrations.guard import Guard
 from resilient.signals import Knobs
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
-from resilient.train.model import GPT, ModelConfig
-from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
-MODELS = {
-    **{name: PRESETS[name] for name in ("gpt_1m", "gpt_3m")},
-    "gpt_28m": ModelConfig(name="gpt_28m", width=512, layers=9, heads=8, hidden=1360),
-}
 _FOREVER = 10**9
 
 
@@ -61,17 +53,7 @@ class Job:
         rank, world = dist.get_rank(), dist.get_world_size()
         data = DataConfig(name="synthetic", seq_len=settings.seq_len, micro_batch=settings.micro_batch)
         self._stream = TokenStream(data, seed=settings.seed, rank=rank, world=world)
-        optim = OptimConfig()
-        self.engine = build_engine(
-            engine_config(settings.engine),
-            GPT(MODELS[settings.model]),
-            make_optimizer=lambda module: make_optimizer(module, optim),
-            make_scheduler=lambda optimizer: make_scheduler(optimizer, optim, 10_000),
-            clip=1.0,
-            accumulation=1,
-            micro_batch=settings.micro_batch,
-            device=torch.device("cpu"),
-        )
+        self.engine = trained_engine(settings.engine, MODELS[settings.model], settings.micro_batch)
         self.guard = Guard(
             self.engine,
             data=self._stream,

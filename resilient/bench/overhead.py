@@ -30,13 +30,12 @@ import torch
 import torch.distributed as dist
 
 from resilient.bench.bounds import Check
-from resilient.bench.ranks import ENGINES, begin, engine_config
+from resilient.bench.ranks import ENGINES, MODELS, begin, trained_engine
 from resilient.bench.simulated import SimulatedRun
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.judge import Judge
 from resilient.detectors import DetectorConfig, build_monitor
-from resilient.engines.build import build_engine
 from resilient.errors import ConfigError
 from resilient.integrations.guard import Guard
 from resilient.policies import Ladder, PolicyConfig
@@ -44,21 +43,15 @@ from resilient.recovery.local import spawn
 from resilient.telemetry.output import check_folder, hand_over, unusable
 from resilient.train.data import DataConfig, TokenStream
 from resilient.train.loop import next_byte_loss, weighted
-from resilient.train.model import GPT, ModelConfig
-from resilient.train.optim import OptimConfig, make_optimizer, make_scheduler
 
 MODES = ("off", "observe, unchecked", "observe", "default")
 BOUNDS = {"observe, unchecked": 0.3, "default": 1.0}  # percent of the CPU time of a step
 JUDGE_BOUND_US = 2000.0
-PRESETS = {
-    "gpt_1m": ModelConfig(),
-    "gpt_3m": ModelConfig(name="gpt_3m", width=192, layers=7, heads=6, hidden=512),
-}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """model: a preset. blocks: per mode. steps: per block. seq_len x micro_batch: tokens per rank and step."""
+    """model: of MODELS. blocks: per mode. steps: per block. seq_len x micro_batch: tokens per rank and step."""
 
     model: str = "gpt_3m"
     engine: str = "ddp"
@@ -84,17 +77,7 @@ class Lane:
         torch.manual_seed(settings.seed)
         data = DataConfig(seq_len=settings.seq_len, micro_batch=settings.micro_batch)
         self.stream = TokenStream(data, seed=settings.seed, rank=rank, world=world)
-        optim = OptimConfig()
-        engine = build_engine(
-            engine_config(settings.engine),
-            GPT(PRESETS[settings.model]),
-            make_optimizer=lambda module: make_optimizer(module, optim),
-            make_scheduler=lambda optimizer: make_scheduler(optimizer, optim, 10_000),
-            clip=1.0,
-            accumulation=1,
-            micro_batch=settings.micro_batch,
-            device=torch.device("cpu"),
-        )
+        engine = trained_engine(settings.engine, MODELS[settings.model], settings.micro_batch)
         self.guard = Guard(
             engine,
             data=self.stream,
@@ -291,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="ddp, few steps: shows that it runs, proves little")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--model", choices=sorted(PRESETS), default="gpt_3m")
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt_3m")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="default: all; with --quick: ddp")
     parser.add_argument("--blocks", type=int, default=None, help="of ten steps, per mode and engine")
     parser.add_argument(

@@ -19,7 +19,6 @@ A round counts as long as its slowest rank. Bounds are on the lowest round of ea
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -32,14 +31,12 @@ import torch
 import torch.distributed as dist
 
 from resilient.bench.bounds import Check
-from resilient.bench.checkpoint import arguments, cells, heading, launch, table, verdicts, worker
+from resilient.bench.checkpoint import arguments, heading, run, table, verdicts
 from resilient.bench.checkpoint_job import Job, Native, Settings, Spent, copier, slowest, summary, timed
 from resilient.bench.rollback_relaunch import relaunch
 from resilient.checkpoint.digest import walk
 from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.snapshot import Snapshot
-from resilient.errors import ConfigError
-from resilient.telemetry.output import check_folder, hand_over, unusable
 
 COPIES = 3.0  # from memory takes at most so many times as long as the plain copy
 FASTER = 50.0  # and a new start at least so many times as long as that
@@ -159,27 +156,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("rollback", __doc__)
     parser.add_argument("--no-relaunch", action="store_true", help="kill and start no job")
     options = parser.parse_args(argv)
-    if options.worker:
-        folder, settings = options.worker
-        return worker(Settings(**json.loads(settings)), Path(folder), measure)
-    try:
-        check_folder("--out", options.out)
-    except ConfigError as error:
-        return unusable("bench rollback", error)
-    found = []
-    for settings in cells(options):
-        one = launch("resilient.bench.rollback", settings, options.nproc)
-        if isinstance(one, int):
-            return one
-        if settings.model in RELAUNCHED and not options.no_relaunch:
-            with tempfile.TemporaryDirectory() as folder:
-                one["relaunch"] = relaunch(conf_name(settings.engine), settings.model, options.nproc, Path(folder))
-        found.append(one)
-        print(f"{settings.engine}, {settings.model}: done", file=sys.stderr, flush=True)
-    held = [check for check in checks(found) if not (options.quick and check.name.endswith("copy"))]
-    whole = {"found": found, "checks": [check.as_json() for check in held]}
-    written = json.dumps(whole, indent=2) if options.format == "json" else text(found, held)
-    return hand_over("bench rollback", written, options.out) or int(not all(check.ok for check in held))
+
+    def relaunched(settings: Settings) -> dict[str, Any]:
+        if settings.model not in RELAUNCHED or options.no_relaunch:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            return {"relaunch": relaunch(conf_name(settings.engine), settings.model, options.nproc, Path(folder))}
+
+    def bounds(found: Sequence[dict[str, Any]]) -> list[Check]:
+        return [check for check in checks(found) if not (options.quick and check.name.endswith("copy"))]
+
+    return run("rollback", options, measure, bounds, text, relaunched)
 
 
 def text(found: Sequence[dict[str, Any]], held: Sequence[Check]) -> str:

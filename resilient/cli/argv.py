@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
-from resilient.errors import ConfigError
+from resilient.errors import ConfigError, ExitCode
+
+
+class Parser(argparse.ArgumentParser):
+    """Of one command: bad usage ends with exit code 64 and one line that names the command."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        command = " ".join(self.prog.split()[:2])  # not its subcommands
+        self.exit(ExitCode.BAD_CONFIG, f"{command}: {message}\n")
+
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank(?:=(.*))?")
 

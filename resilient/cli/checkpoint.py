@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from resilient.checkpoint.manifest import MANIFEST, list_checkpoints, step_of
 from resilient.checkpoint.storage import LocalStorage, redact
 from resilient.checkpoint.verify import Damage, verify_checkpoint
-from resilient.cli.argv import number
+from resilient.cli.argv import Parser, number
 from resilient.errors import CheckpointError, ConfigError, ExitCode
 from resilient.telemetry.checkpoints import (
     Place,
@@ -50,14 +50,8 @@ exit codes: 0 all is well; 1 verify found damage, or rm or export could not do i
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.BAD_CONFIG, f"resilient checkpoint: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="resilient checkpoint",
         description="Look at checkpoints, check them, compare, delete and convert them.",
         epilog=_EXAMPLES,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from resilient.cli.argv import number
+from resilient.cli.argv import Parser, number
 from resilient.errors import ExitCode
 from resilient.recovery.config import SuperviseConfig
 from resilient.recovery.preflight import preflight, probe_command
@@ -28,14 +27,8 @@ restart budget is used up, or the preflight refuses); 78 pre-empted, resumable; 
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.BAD_CONFIG, f"resilient launch: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="resilient launch",
         usage="resilient launch [options] -- CMD ...",
         description="Run a training command and restart it from its last checkpoint when it dies.",

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from resilient.cli.argv import Runtime, number, strip_launcher_arguments
+from resilient.cli.argv import Parser, Runtime, number, strip_launcher_arguments
 from resilient.cli.errors import fail
-from resilient.errors import ConfigError, ExitCode, ProbeFailed, ResilientError
+from resilient.errors import ConfigError, ProbeFailed, ResilientError
 from resilient.signals import LinkReport
 
 if TYPE_CHECKING:
@@ -41,14 +41,8 @@ exit codes, the same on all ranks: 0 nothing found; 1 a link or rank is slow, wr
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.BAD_CONFIG, f"resilient probe: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="resilient probe",
         description="Measure latency, bandwidth and bits of the links between all ranks, pair by pair, and let every rank "
         "multiply matrices with a known product.",

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from resilient.cli.argv import number
+from resilient.cli.argv import Parser, number
 from resilient.cli.hooks import Command, Hook, Hooks, Webhook
 from resilient.cli.watch_view import Display, JsonLines, text_display
 from resilient.coordinator.requests import Request, parse_action, write_request
@@ -39,14 +39,8 @@ _BROKEN, _INTERRUPTED = 2, 130
 _TOLD = ("incident", "request", "guard_failed", "warning")  # journal entries that are passed on
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ExitCode.BAD_CONFIG, f"resilient watch: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="resilient watch",
         description="Follow a run directory, a training log of any kind, or a folder of TensorBoard events while it grows.",
         epilog=_EXAMPLES,

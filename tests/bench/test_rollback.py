@@ -44,12 +44,12 @@ def test_the_exit_code_is_that_of_the_bounds(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("resilient.bench.rollback.relaunch", lambda *job: {"next_step_s": 9.0, "regained_s": 9.5})
     for memory, code in ((20.0, 0), (30.0, 1)):
         one = found(memory, None)
-        monkeypatch.setattr("resilient.bench.rollback.launch", lambda module, settings, nproc, one=one: dict(one))
+        monkeypatch.setattr("resilient.bench.checkpoint.launch", lambda module, settings, nproc, one=one: dict(one))
         assert main(["--models", "gpt_3m", "--engines", "zero2", "--format", "json"]) == code
         assert len(json.loads(capsys.readouterr().out)["checks"]) == 2
     assert main(["--models", "gpt_3m", "--engines", "zero2", "--no-relaunch", "--format", "json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["checks"]) == 1
-    monkeypatch.setattr("resilient.bench.rollback.launch", lambda module, settings, nproc: 9)
+    monkeypatch.setattr("resilient.bench.checkpoint.launch", lambda module, settings, nproc: 9)
     assert main([]) == 9
     assert main(["--out", "no/such/folder.json"]) == 64
 

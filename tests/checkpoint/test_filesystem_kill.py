@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from resilient.bench.drill.faults import Halves
 from resilient.checkpoint.filesystem import FilesystemStore
 from resilient.checkpoint.manifest import list_checkpoints
 from resilient.checkpoint.snapshot import Snapshot
@@ -108,30 +109,14 @@ class DeathBefore:
             os._exit(DIED)
 
 
-class _Dying:
-    """A file whose writes count, zip headers and padding aside: a death leaves the first half of the data."""
-
-    def __init__(self, file: Any, tick: Callable[[], None]) -> None:
-        self._file, self._tick = file, tick
-
-    def write(self, data: Any) -> int:
-        if len(data) < 150:
-            return self._file.write(data)
-        half = len(data) // 2
-        self._file.write(data[:half])
-        self._file.flush()
-        self._tick()
-        self._file.write(data[half:])
-        return len(data)
+class _Dying(Halves):
+    """A file whose writes count: a death leaves the first half of the data."""
 
     def __enter__(self) -> _Dying:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def start(rank: int, folder: Path, vote: Vote, loaded: Any, step: int, victim: int, nth: int) -> None:

@@ -193,7 +193,7 @@ class DrillStorage(LocalStorage):
         self._stage = "write"
         with self.points.within("write"):
             tick = lambda: self.points.point("write", f"half a block of {_kind(file)}")  # noqa: E731
-            super().write(file, lambda stream: fill(_Writing(stream, tick)))  # type: ignore[arg-type]
+            super().write(file, lambda stream: fill(Halves(stream, tick)))  # type: ignore[arg-type]
 
     def put(self, file: str, data: bytes) -> None:
         name = file.rsplit("/", 1)[-1]
@@ -209,8 +209,8 @@ class DrillStorage(LocalStorage):
             super().delete_folder(folder, first)
 
 
-class _Writing:
-    """Data in two halves with a point between them, headers and padding aside."""
+class Halves:
+    """Writes data in two halves with a point between them, headers and padding aside."""
 
     def __init__(self, file: IO[bytes], tick: Callable[[], None]) -> None:
         self._file, self._tick = file, tick
