@@ -63,7 +63,7 @@ class Job:
             progress=False,
         )
         coordinator = self.guard._coordinator
-        self.state, self.saver, self.exchange = coordinator._state, coordinator._saver, coordinator.exchange
+        self.state, self.saver, self.exchange = coordinator._state, coordinator._kept.saver, coordinator.exchange
         self.feed, self.store = coordinator.feed, self.guard._store
         self._batches = self.guard.batches(steps=_FOREVER)
         self.train(3)  # allocations, moments, the first bucket layout

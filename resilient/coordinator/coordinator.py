@@ -25,15 +25,14 @@ from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import Snapshot
-from resilient.checkpoint.trust import Failure, TrustBook
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.contracts import Contracts
-from resilient.coordinator.copies import PeerCopies
 from resilient.coordinator.events import Listener, StepReport
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window, WindowFeed
 from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
+from resilient.coordinator.keeping import Keeper
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.other_world import refit_windows, samples_per_window
 from resilient.coordinator.outer import Outer, newest
@@ -41,10 +40,9 @@ from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.requests import RequestDesk, granted
 from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
-from resilient.coordinator.saving import Saver
 from resilient.coordinator.second_look import SecondLook
 from resilient.coordinator.state import StateKeeper
-from resilient.coordinator.tiers import Candidate, Refit, Tiers
+from resilient.coordinator.tiers import Refit
 from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
 from resilient.errors import (
@@ -67,7 +65,6 @@ from resilient.signals import (
     Knobs,
     LinkReport,
     Observation,
-    Severity,
     StepRecord,
 )
 from resilient.signals.record import names_digest
@@ -134,34 +131,22 @@ class Coordinator:
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, config.blind_after)
         self.ring = ring
-        self._tiers = Tiers(
-            exchange,
-            ring,
-            store=store,
-            peer=peer,
-            book=TrustBook(ring.config.trust_after),
-            tell=self._tell,
-            level=self._level if judge is not None else None,
-        )
-        self._saver = Saver(
+        self._preemption = Preemption(config.grace_s)
+        self._kept = Keeper(
             engine,
             exchange,
             feed,
             self._state,
             self._contracts,
+            ring,
+            judge=judge,
             store=store,
-            config=checkpoint or CheckpointConfig(every=0),
+            checkpoint=checkpoint or CheckpointConfig(every=0),
+            peer=peer,
+            preemption=self._preemption,
             tell=self._tell,
             level=self._level,
-            lend=ring.lend,
-            give_back=ring.give_back,
-            begun=self._tiers.begun,
-            ended=self._tiers.ended,
         )
-        self._copies: PeerCopies | None = None
-        if peer is not None:
-            self._copies = PeerCopies(peer, exchange, tell=self._tell, lend=ring.lend, give_back=ring.give_back)
-        self._goes_back = judge is not None and judge.ladder.config.mode != "observe"
         self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None
         self._micro = 0
@@ -170,11 +155,9 @@ class Coordinator:
         self._digest = 0.0
         self._pending_flags = 0
         self._has_next = self._all_have_next = self._any_has_next = True  # this rank, all of them, any: the next window
-        self._sized = 0  # snapshots of this start whose size was held against the budget
         self._started = False
         self._pass_over = False
         self._clock = time.perf_counter()
-        self._preemption = Preemption(config.grace_s)
         self._leaving = self._stopped = False
         self._exchange_works = True
         self._last_loss: torch.Tensor | None = None
@@ -201,7 +184,7 @@ class Coordinator:
             self._hello()
             self._prepare_second_looks(self.judge)
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
-        if not resumed and self._saver.periodic:
+        if not resumed and self._kept.saver.periodic:
             self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
         remark = self._preemption.remark()
         if remark is not None:
@@ -211,7 +194,7 @@ class Coordinator:
     def _resume(self, on_no_valid_checkpoint: Literal["stop", "fresh"], refit: Refit | None) -> bool:
         """From the best state that every rank can restore exactly. False: a fresh start."""
         told: set[tuple[int, ...]] = set()
-        for candidate in self._tiers.resumes(refit, on_no_valid_checkpoint):
+        for candidate in self._kept.tiers.resumes(refit, on_no_valid_checkpoint):
             resume = candidate.snapshot
             outer = Outer.from_dict(self.exchange.share(newest(self._outer_path, candidate.outer)))
             refit_windows(outer, resume.position, samples_per_window(self.feed, self.exchange.world_size))
@@ -220,7 +203,7 @@ class Coordinator:
                 self.feed.exclude(*window)
             differences = self._restored(resume)
             if not self.exchange.vote(not differences, resume.step):
-                self._refuse(candidate, differences)
+                self._kept.refused(candidate, differences)
                 continue
             self.outer = outer
             if self.judge is not None and outer.policy:
@@ -229,10 +212,10 @@ class Coordinator:
                 evaluation = candidate.health.evaluation.items()
                 self._evaluated = {name: math.inf if v is None else v for name, v in evaluation}
             self.applied = resume.step
-            self._saver.resumed(resume.step, outer)
+            self._kept.saver.resumed(resume.step, outer)
             self.outer.steps_lost = self.outer.applied - resume.step
             self._contracts.anchor(resume.step)
-            self._tiers.loaded(candidate)
+            self._kept.tiers.loaded(candidate)
             about = {"step": resume.step, "position": resume.position, "from": str(candidate.target)}
             self._tell("resume", about | ({"changes": list(candidate.changes)} if candidate.changes else {}))
             return True
@@ -244,11 +227,6 @@ class Coordinator:
             return self._state.restore(snapshot, excluded)
         except (CheckpointError, DataPositionError) as error:
             return [str(error)]
-
-    def _refuse(self, candidate: Candidate, differences: list[str]) -> None:
-        why = "; ".join(differences) or "it is not exact on another rank"
-        self._tell("warning", {"message": f"the state of step {candidate.key.step} cannot be restored: {why}"})
-        self._tiers.refused(candidate, why)
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config
@@ -353,9 +331,9 @@ class Coordinator:
     def _leave_if_asked(self) -> None:
         """At the quiescent point that a TERM has been waiting for, on all ranks."""
         if self._leaving:
-            if self.applied not in self._saved_at():
+            if not self._kept.kept_at(self.applied):
                 self._save_if_due(applied=False, asked=True, snapshot=None, leaving=True)
-            saved = "the state is saved" if self.applied in self._saved_at() else "nothing was saved"
+            saved = "the state is saved" if self._kept.kept_at(self.applied) else "nothing was saved"
             raise Preempted(f"asked to leave at step {self.applied}; {saved}")
 
     @contextmanager
@@ -398,7 +376,7 @@ class Coordinator:
         values: by column (eval_loss, entropy, repetition); one that is not finite rides as inf. about: the event."""
         self._evaluated = {name: v if math.isfinite(v) else math.inf for name, v in values.items()}
         if step == self.applied:
-            self._saver.evaluated(step, self._evaluated)
+            self._kept.saver.evaluated(step, self._evaluated)
         self._tell("evaluation", {"step": step, **about})
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -412,9 +390,7 @@ class Coordinator:
             self._measure = None
         if self._desk is not None:
             self._desk.close(self.applied)
-        self._saver.close()
-        if self._tiers.peer is not None:
-            self._tiers.peer.close()
+        self._kept.close()
         self._listeners.close()
         if self._second_look is not None:
             self._second_look.close()
@@ -559,9 +535,7 @@ class Coordinator:
             self._second_look.fill(record)
             self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))
         dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
-        saving = {"busy": Flag.SAVE_BUSY, "failed": Flag.SAVE_FAILED}.get(self._saver.state(), 0)
-        copying = self._copies.flags() if self._copies is not None else 0
-        record.flags = self._pending_flags | dropped | saving | copying | self._contracts.flags(self.applied)
+        record.flags = self._pending_flags | dropped | self._kept.flags() | self._contracts.flags(self.applied)
         if self._desk is not None:
             self._desk.fill(record)
         return record
@@ -577,7 +551,7 @@ class Coordinator:
             if links is not None:
                 self._tell("links", {"step": table.step, **asdict(links)})
                 judgement = self._conclude(observation, findings, links=links)
-        judgement, self.outer.lr_factor = granted(judgement, table, self.outer.lr_factor, self._tiers.count)
+        judgement, self.outer.lr_factor = granted(judgement, table, self.outer.lr_factor, self._kept.tiers.count)
         if judgement.decision.action != "apply":
             self._confirm(judgement.decision)
         return judgement
@@ -594,7 +568,7 @@ class Coordinator:
             observation,
             findings,
             dynamic_scale=self.engine.dynamic_loss_scale(),
-            targets=self._tiers.count,
+            targets=self._kept.tiers.count,
             hosts=self._hosts,
             links=links,
             confirmation=confirmation,
@@ -650,7 +624,7 @@ class Coordinator:
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
         alarms = self.judge.settle(judgement, applied)
-        self._book(judgement, applied)
+        self._kept.book(judgement, applied, self.applied)
         self.outer.policy = self.judge.ladder.state_dict()
         self.outer.retried += decision.action == "retry"
         # Before a rollback: the counters add up in the checkpoint that it commits.
@@ -671,7 +645,7 @@ class Coordinator:
             position=window.index,
             attempts=self.outer.attempts,
         )
-        report = replace(report, signals={**report.signals, **self._saver.signals(self.applied)})
+        report = replace(report, signals={**report.signals, **self._kept.saver.signals(self.applied)})
         self._listeners.tell("step", report)
         for alarm in alarms:
             self._tell("alarm", asdict(alarm))
@@ -683,29 +657,15 @@ class Coordinator:
         if decision.action == "stop":
             self.engine.skip(False)
             self._stopped = True
-            raise StopRequested(f"step {decision.step}: {decision.reason}{self._saver.kept()}")
+            raise StopRequested(f"step {decision.step}: {decision.reason}{self._kept.saver.kept()}")
         if decision.action == "retry":  # no quiescent point: its window is still to be trained on
             sent = int(table.own("flags"))
             self._pending_flags |= sent & (Flag.CHECKPOINT | Flag.PREEMPTED)  # asked for again at the next gate
             return
         self._commit(applied, table)
         if self._desk is not None:
-            saved = self._saver.last == self.applied
+            saved = self._kept.saver.last == self.applied
             self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
-
-    def _book(self, judgement: Judgement, applied: bool) -> None:
-        """What this attempt says about the states that lie behind it."""
-        decision, verdict = judgement.decision, judgement.verdict
-        if applied and all(finding.severity < Severity.WARN for finding in judgement.findings):
-            self._tiers.clean_step(self.applied)
-        action = decision.would or decision.action
-        if decision.onset_step is None or action not in ("skip", "rollback", "stop"):
-            return
-        self._tiers.onset(decision.onset_step, decision.reason or decision.cause or action)
-        if verdict is not None and decision.action in ("rollback", "stop"):
-            shown = next(iter(judgement.findings), None)
-            what = verdict.place or (f"{shown.signal}/{shown.statistic}" if shown is not None else "")
-            self._tiers.failed(Failure(verdict.cause, what, decision.onset_step))
 
     def _run_it_again(self, judgement: Judgement, table: Exchanged, window: Window) -> None:
         """The same window is the next attempt at this step, as if this one had not been."""
@@ -739,14 +699,10 @@ class Coordinator:
         leaving = bool(table.ranks_flagged(Flag.PREEMPTED))
         asked = leaving or bool(table.ranks_flagged(Flag.CHECKPOINT))
         snapshot = self._snapshot_if(applied and self.ring.due(self.applied))
-        failed, busy = table.ranks_flagged(Flag.SAVE_FAILED), table.ranks_flagged(Flag.SAVE_BUSY)
-        self._saver.stepped(self.outer)
         with self._meeting():
-            self._saver.hear(failed=bool(failed), busy=bool(busy))
-        if self._copies is not None:
-            self._copies.hear(table)
-            if snapshot is not None:
-                self._copies.begin(snapshot, self.outer.as_dict())
+            self._kept.hear(table, self.outer)
+        if snapshot is not None:
+            self._kept.copy(snapshot, self.outer)
         self._save_if_due(applied, asked, snapshot, leaving)
         if table.ranks_flagged(Flag.TELEMETRY_FAILED) and self.config.on_guard_failure == "stop":
             ranks = table.ranks_flagged(Flag.TELEMETRY_FAILED)
@@ -767,15 +723,14 @@ class Coordinator:
         excluded = None
         if decision.skip_data:
             excluded = (self._window_of_step.get(decision.onset_step, self._window.index), self.feed.position)
-        for candidate in self._tiers.before(decision.onset_step, further_back):
+        for candidate in self._kept.tiers.before(decision.onset_step, further_back):
             differences = self._restored(candidate.snapshot, excluded)
             if self.exchange.vote(not differences, candidate.key.step, decision.attempt):
                 break
-            self._refuse(candidate, differences)
+            self._kept.refused(candidate, differences)
         else:
             raise StopRequested(f"no state before step {decision.onset_step} could be restored exactly")
         snapshot = candidate.snapshot
-        self._saver.failed(self.outer)
         self.outer.rollbacks += 1
         self.outer.steps_lost += self.applied - snapshot.step
         if excluded is not None:
@@ -783,81 +738,47 @@ class Coordinator:
         self.applied = snapshot.step
         if self._measure is not None:
             self._measure.forget_update()
-        if self._copies is not None:
-            self._copies.give_up()
-        self._tiers.loaded(candidate)
+        self._kept.gone_back(candidate, self.outer)
         self._window_of_step = {s: w for s, w in self._window_of_step.items() if s <= snapshot.step}
         self._contracts.remember_lr()
         self._hello()
-        if self._saver.periodic:
+        if self._kept.saver.periodic:
             # The newest commit is what a restart takes: from now on this state, not a later one from the bad stretch.
             self._save(self._state.capture(snapshot.step, decision.attempt))
         return snapshot.step, excluded
 
     def _snapshot_if(self, due: bool) -> Snapshot | None:
-        if not due:
-            return None
-        if not self._goes_back:  # nobody will: its place is marked, so that it is known what would have been done
-            lr, schedule = self.engine.lr(), self.engine.counters().schedule
-            self._tiers.captured(Snapshot(self.applied, self.outer.attempts, self.feed.position, lr, schedule, {}))
-            return None
-        snapshot = self._state.capture(self.applied, self.outer.attempts, into=self.ring.spare())
-        self._tiers.captured(snapshot)
-        if self.ring.config.budget_mb is not None and self._sized < 2:  # the first has no moments yet
-            self._sized += 1
+        snapshot = None
+        if due:
             with self._meeting():
-                self._hold_to_budget(snapshot.bytes)
+                snapshot = self._kept.snapshot(self.applied, self.outer)
         return snapshot
-
-    def _hold_to_budget(self, snapshot_bytes: int) -> None:
-        """As many snapshots as the rank with the largest state has room for. Collective."""
-        fits = self.exchange.gather(torch.tensor([float(self.ring.fits(snapshot_bytes))]))[:, 0].min()
-        self.ring.limit(int(fits))
-        if self._sized == 2 and fits < 3:
-            size = f"{snapshot_bytes / 2**20:.0f} MB"
-            message = f"run.snapshot.budget_mb does not hold three snapshots of {size}: three are kept"
-            self._tell("warning", {"message": message})
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_if_due(self, applied: bool, asked: bool, snapshot: Snapshot | None, leaving: bool = False) -> None:
-        if not self._exchange_works:
-            return  # without votes no checkpoint can be committed
-        with self._meeting():
-            if leaving and self._copies is not None and not self.exchange.vote(self._preemption.fits(), self.applied):
-                return self._copy_now(snapshot)
-            with self._preemption.saving():
-                self._saver.save_if_due(self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot)
-
-    def _saved_at(self) -> tuple[int | None, ...]:
-        """Steps of the newest states that outlive this process."""
-        return self._saver.last, self._copies.last if self._copies is not None else None
-
-    def _copy_now(self, snapshot: Snapshot | None) -> None:
-        """There is no time for a checkpoint: the copies in memory, which outlive this process, are brought up to date."""
-        assert self._copies is not None and self._preemption.grace_s is not None
-        snapshot = snapshot or self._state.capture(self.applied, self.outer.attempts)
-        if not self._copies.make(snapshot, self.outer.as_dict(), self._preemption.grace_s):
-            self._tell(
-                "warning", {"message": f"step {self.applied} could not be copied to memory in the time there was"}
-            )
+        if self._exchange_works:  # without votes no checkpoint can be committed
+            with self._meeting():
+                self._kept.save_if_due(
+                    self.outer, self.applied, applied=applied, asked=asked, snapshot=snapshot, leaving=leaving
+                )
 
     def _save(self, snapshot: Snapshot) -> None:
-        with self._meeting(), self._preemption.saving():
-            self._saver.save(snapshot, self.outer)
+        with self._meeting():
+            self._kept.save(snapshot, self.outer)
 
     def _finish_saves(self) -> None:
         """Wait for what is being written."""
         if self._exchange_works:
             with self._meeting():
-                self._saver.finish()
+                self._kept.saver.finish()
 
     def _level(self) -> str:
         return self.judge.level().letter if self.judge is not None and self.guarded else ""
 
     def save_final(self) -> None:
         """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
-        if self._saver.periodic:
+        if self._kept.saver.periodic:
             self._save_if_due(applied=True, asked=True, snapshot=None)
 
     # -- data -----------------------------------------------------------------------------------------------------

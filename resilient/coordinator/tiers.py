@@ -179,7 +179,7 @@ class Tiers:
     def _in_memory(self) -> dict[Key, dict[Tier, Copy]]:
         return {
             Key(s.step, s.attempt): {Tier.MEMORY: Copy.VERIFIED} for s in self.ring.snapshots if s.parts
-        }  # without parts: only where one would be, see Coordinator._snapshot_if
+        }  # without parts: only where one would be, see Keeper.snapshot
 
     def _list_disk(self, *, sound: bool) -> str:
         """Fill `_offers`; returns traces of training. Collective."""

@@ -413,14 +413,14 @@ def finishing(rank: int, world: int, folder: str) -> tuple[str, int, list[str]]:
     )
     coordinator = guard._coordinator
     if rank == 1:
-        vote = coordinator._saver._store._vote
+        vote = coordinator._kept.saver._store._vote
 
         def lost(ok: bool) -> bool:
             if guard.applied >= 4:
                 raise resilient.errors.ExchangeFailed("this rank does not come to the vote")
             return vote(ok)
 
-        coordinator._saver._store._vote = lost
+        coordinator._kept.saver._store._vote = lost
     with contextlib.redirect_stderr(io.StringIO()):
         run_loop(guard, model)
         summary = guard.finish("done")

@@ -26,7 +26,7 @@ def resumed_from(outcome: Outcome) -> str:
 
 def spoil_memory(guard: Any, engine: Any) -> None:
     """From step 8 on every snapshot in memory is one bit off."""
-    tiers = guard._coordinator._tiers
+    tiers = guard._coordinator._kept.tiers
     before = tiers.before
 
     def spoiled(onset: int, further_back: int) -> Any:
@@ -81,7 +81,7 @@ def host_lost(rank: int, world: int, folder: str) -> tuple[Outcome, Outcome, Out
 def at_the_end_forget(guard: Any, engine: Any) -> None:
     """As if the job had been killed: no last checkpoint."""
     guard._coordinator._finish_saves = lambda: None
-    copies = guard._coordinator._copies
+    copies = guard._coordinator._kept.copies
     begin = copies.begin
 
     def waited_for(snapshot: Any, outer: Any) -> None:
@@ -131,7 +131,7 @@ def adapting(rank: int, world: int, folder: str) -> tuple[list[Any], list[int]]:
     job = Job(steps=44, checkpoint=config, run_dir=f"{folder}/run")
 
     def ill_for_a_while(guard: Any, engine: Any) -> None:
-        guard._coordinator._saver._level = lambda: "C" if 20 <= guard.applied < 32 else "A"
+        guard._coordinator._kept.saver._level = lambda: "C" if 20 <= guard.applied < 32 else "A"
 
     outcome = run_job(job, rank, world, tweak=ill_for_a_while)
     told = [fields["steps"] for kind, fields in outcome.events if kind == "interval"]
@@ -174,7 +174,7 @@ def parted(rank: int, world: int, folder: str, when: str) -> Outcome:
                 elif when == "save":
                     guard.checkpoint()
                 elif when == "budget":
-                    coordinator._sized = 0
+                    coordinator._kept._sized = 0
             return ended
 
         guard.step = step
