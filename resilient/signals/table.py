@@ -81,12 +81,6 @@ class StepTable:
         """(world,) float64 values of one column, in rank order."""
         return self.block[INDEX[name]]
 
-    def layer_column(self, name: str) -> np.ndarray:
-        """(world, groups) float64 values of one of LAYER_COLUMNS."""
-        groups = len(self.layers)
-        start = len(COLUMNS) + LAYER_COLUMNS.index(name) * groups
-        return self.block[start : start + groups].T
-
     def checks(self) -> Checks | None:
         """The sums of the reduction check."""
         if self.plan is None:

@@ -196,10 +196,6 @@ class RunDirectory:
     def incidents(self) -> Path:
         return self.path / "incidents"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def about(self) -> dict[str, Any]:
         """Digest of the configuration, and commit of the source as env.json has it: for the manifests of checkpoints."""
         text = json.dumps(self.config, sort_keys=True, default=str).encode()
