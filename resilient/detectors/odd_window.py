@@ -42,9 +42,11 @@ class OddWindow:
         self._ends = np.zeros((2, 0))  # smallest and largest loss of the last attempts that were not off
         self._off = 0  # attempts in a row, up to the last one, that were off
         self._odd: dict[str, Any] = {}  # about the first of them
+        self._reference: tuple[float, float] | None = None  # what follows from `_ends`
+        self._looked: tuple[Observation, tuple[float, float] | None] | None = None  # not part of the state
 
     def observe(self, observation: Observation) -> list[Finding]:
-        ends = _ends(observation)
+        ends = self._seen(observation)
         if ends is None or self._ends.shape[1] < _START:
             return []
         low, high = ends
@@ -64,7 +66,8 @@ class OddWindow:
         return [replace(found, onset_step=step, value=was, reference=reference, statistic="passed")]
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
-        ends = _ends(observation)
+        ends = self._seen(observation)
+        self._looked = None
         if ends is None or (self._off and self._again(observation)):
             return
         if self._ends.shape[1] >= _START:
@@ -79,13 +82,22 @@ class OddWindow:
             else:
                 self._off, self._odd = 0, {}
         self._ends = np.concatenate([self._ends, np.array(ends)[:, None]], axis=1)[:, -_WINDOW:]
+        self._reference = None
+
+    def _seen(self, observation: Observation) -> tuple[float, float] | None:
+        """The ends of the attempt's losses, looked for once between `observe` and `absorb`."""
+        if self._looked is None or self._looked[0] is not observation:
+            self._looked = (observation, _ends(observation))
+        return self._looked[1]
 
     def _usual(self) -> tuple[float, float]:
         """Of the largest loss over the ranks: reference and sigma."""
-        middle = np.median(self._ends, axis=1)
-        spread = float(np.median(np.abs(self._ends - middle[:, None]), axis=1).max())
-        reference = float(middle[1])
-        return reference, max(_MAD_TO_SIGMA * spread, _LEAST * abs(reference), 1e-12)
+        if self._reference is None:
+            middle = _middle(self._ends)
+            spread = float(_middle(np.abs(self._ends - middle)).max())
+            reference = float(middle[1, 0])
+            self._reference = (reference, max(_MAD_TO_SIGMA * spread, _LEAST * abs(reference), 1e-12))
+        return self._reference
 
     def _again(self, observation: Observation) -> bool:
         """The odd window itself, run once more."""
@@ -101,7 +113,14 @@ class OddWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._ends, self._off = np.array(state["ends"]), int(state["off"])
+        self._reference = self._looked = None
         self._odd = {k: _copy(v) if k == "digests" else v for k, v in state["odd"].items()}
+
+
+def _middle(rows: np.ndarray) -> np.ndarray:
+    """(rows, 1) medians; of few numbers a sort is quicker than `np.median`."""
+    ordered, n = np.sort(rows, axis=1), rows.shape[1]
+    return 0.5 * (ordered[:, (n - 1) // 2, None] + ordered[:, n // 2, None])
 
 
 def _copy(values: np.ndarray | None) -> np.ndarray | None:
@@ -114,7 +133,7 @@ def _ends(observation: Observation) -> tuple[float, float] | None:
     if losses is None or len(losses) < 2:
         return None
     tokens = observation.per_rank.get("tokens")
-    if tokens is not None and (tokens > 0).any():
+    if tokens is not None and not tokens.min() > 0 and (tokens > 0).any():
         losses = losses[tokens > 0]
     low, high = float(losses.min()), float(losses.max())
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,26 +60,70 @@ class PeerGroups:
             middle[index[known]] = np.nanmedian(part[known], axis=1)[:, None]
         return middle
 
+    def middles(self, values: np.ndarray) -> Middles:
+        """Between which two numbers the median over the other members lies, for every rank with peers, and what it takes
+        to know it for a few ranks. values: without NaN."""
+        if self._whole:
+            at = [float(k[0, 0]) for k in _around_the_middle(values[None, :])]
+            return Middles(values, None, at, at[0], at[-1])
+        ends = [_around_the_middle(values[index]) for index in self.blocks]
+        lowest = min((float(at[0].min()) for at in ends), default=math.inf)
+        highest = max((float(at[-1].max()) for at in ends), default=-math.inf)
+        return Middles(values, self, [], lowest, highest)
+
+    def least(self, values: np.ndarray) -> np.ndarray:
+        """(groups,) smallest value in each group that has peers."""
+        if self._whole:
+            return values.min(keepdims=True)
+        return np.concatenate([values[index].min(axis=1) for index in self.blocks])
+
+
+class Middles(NamedTuple):
+    """Medians over the others of one column, not worked out yet. lowest, highest: no rank's lies outside."""
+
+    values: np.ndarray
+    groups: PeerGroups | None  # where ranks are in several groups, or in none
+    at: list[Any]
+    lowest: float
+    highest: float
+
+    def of(self, ranks: np.ndarray) -> np.ndarray:
+        """(len(ranks),) the median over the other members of each of these ranks' groups."""
+        if self.groups is not None:
+            return self.groups.middle_of_others(self.values)[ranks]
+        return _without(self.at, self.values[None, ranks])[0]
+
+
+def _around_the_middle(values: np.ndarray) -> list[Any]:
+    """Of each row of (groups, size): the two or, of an odd size, three neighbours in the middle of the sorted row."""
+    size = values.shape[1]
+    low, high = (size - 2) // 2, (size - 1) // 2
+    return neighbours(values, low, min(high + 1, size - 1))
+
+
+def _without(at: list[Any], values: np.ndarray) -> np.ndarray:
+    """Leave-one-out medians. Taking an element out of a sorted row moves what lies above its place down by one: the k-th
+    smallest of the rest is the (k+1)-th of all if the element lies at or below the k-th. at: of the rows' middle.
+
+    So it is the lowest of these, and for every one that the element lies at or below, half a step or a whole one up; by
+    arithmetic, since a choice between two values by a mask takes ten times as long."""
+    odd = len(at) == 3
+    step = 0.5 if odd else 1.0
+    middle = (values <= at[0]) * (step * (at[1] - at[0]))
+    if odd:
+        middle += (values <= at[1]) * (step * (at[2] - at[1]))
+    middle += 0.5 * (at[0] + at[1]) if odd else at[0]
+    return middle
+
 
 def _middle_of_others(values: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
-    """Leave-one-out medians along rows (groups, size). Taking an element out of a sorted row moves what lies above its
-    place down by one: the k-th smallest of the rest is the (k+1)-th of all if the element lies at or below the k-th."""
+    """Leave-one-out medians along rows (groups, size)."""
     size = values.shape[1]
     if valid is None:
-        low, high = (size - 2) // 2, (size - 1) // 2
-        at: list[Any] = neighbours(values, low, min(high + 1, size - 1))
+        at = _around_the_middle(values)
         if len(values) == 1:
             at = [float(k[0, 0]) for k in at]  # numbers: broadcasting arrays of one element is slow
-        # the lowest of these, and for every one that the element lies at or below, half a step or a whole one up; by
-        # arithmetic, since a choice between two values by a mask takes ten times as long
-        step = 1.0 if low == high else 0.5
-        middle = (values <= at[0]) * (step * (at[1] - at[0]))
-        if low != high:
-            middle += (values <= at[1]) * (step * (at[2] - at[1]))
-            middle += 0.5 * (at[0] + at[1])
-        else:
-            middle += at[0]
-        return middle
+        return _without(at, values)
     # What is not valid goes to the end, and the middle is of those before it.
     ordered = np.sort(np.where(valid, values, np.inf), axis=1)
     count = valid.sum(axis=1, keepdims=True)

@@ -24,16 +24,17 @@ and compute alone decides.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from resilient.detectors.config import StragglersConfig
-from resilient.detectors.peers import PeerGroups
+from resilient.detectors.peers import Middles, PeerGroups
 from resilient.signals import Finding, Observation, Severity
+from resilient.signals.middle import median
 from resilient.signals.sketch import SketchSummary
 
 _SURE = 10.0  # nats: a chance of 5e-5; more where there are more than 8 ranks to be wrong about
@@ -46,18 +47,20 @@ _NAMED = 16  # ranks that one finding names at most
 _ALONE = 4  # ranks with a finding of their own
 
 
-@dataclass(frozen=True)
 class _Look:
-    """One attempt's times, (world,). times, median: seconds; median over the other peers. slow, held: bool.
-    waits: seconds; None: not seen. shortest: median over peer groups of the shortest wait in each, seconds; NaN where waits
-    are not seen on all ranks."""
+    """One attempt's times, (world,). times: seconds. slow, held: bool. waits: seconds; None: not seen. shortest: median over
+    peer groups of the shortest wait in each, seconds; NaN where waits are not seen on all ranks."""
 
-    times: np.ndarray
-    median: np.ndarray
-    slow: np.ndarray
-    held: np.ndarray
-    waits: np.ndarray | None = None
-    shortest: float = math.nan
+    def __init__(self, times: np.ndarray, waits: np.ndarray | None, groups: PeerGroups) -> None:
+        self.times, self.waits, self._groups = times, waits, groups
+        self.valid = None if math.isfinite(times.sum()) and times.min() > 0.0 else np.isfinite(times) & (times > 0.0)
+        self.slow = self.held = np.zeros(len(times), dtype=bool)
+        self.shortest = math.nan
+
+    @functools.cached_property
+    def median(self) -> np.ndarray:
+        """(world,) seconds that the other peers compute. Not needed while no rank's time is far from it."""
+        return self._groups.middle_of_others(self.times, self.valid)
 
 
 class _Often:
@@ -75,7 +78,10 @@ class _Often:
         return self.count - self.hits[slot] + now
 
     def absorb(self, now: np.ndarray, slot: int, step: int) -> None:
-        self.onset = np.where(self.count > 0, self.onset, step)
+        if now.any():
+            self.onset[now & (self.count == 0)] = step
+        elif not self.hits[slot].any():
+            return
         self.count = self.count + now.astype(np.int16) - self.hits[slot]
         self.hits[slot] = now
 
@@ -148,45 +154,60 @@ class Stragglers:
         return self._groups
 
     def _compare(self, observation: Observation) -> _Look:
-        times, groups = np.ascontiguousarray(observation.per_rank["compute_s"]), self._groups_of(observation)
-        c = self.config
-        valid = None if math.isfinite(times.sum()) and times.min() > 0.0 else np.isfinite(times) & (times > 0.0)
-        median = groups.middle_of_others(times, valid)
-        seconds = times - median
-        slow = (seconds >= c.relative * median) & (seconds >= c.absolute_s)  # NaN is not
-        waits = observation.per_rank.get("collective_s")
-        if waits is None:
-            return _Look(times, median, slow, np.zeros_like(slow))
-        waits = np.ascontiguousarray(waits)
-        known = math.isfinite(waits.sum())
-        if slow.any():
-            others = groups.middle_of_others(waits, None if known else np.isfinite(waits))
-            with np.errstate(invalid="ignore"):
-                slow &= ~(waits + _WAIT_SHARE * seconds > others)  # unknown: compute alone decides
-        if not known:
-            return _Look(times, median, slow, np.zeros_like(slow), waits)
-        shortest = float(np.median(np.concatenate([waits[index].min(axis=1) for index in groups.blocks])))
-        held = self._held_now(observation, groups, times + waits, waits, median)
-        return _Look(times, median, slow, held, waits, shortest)
+        times, waits = (observation.per_rank.get(name) for name in ("compute_s", "collective_s"))
+        groups = self._groups_of(observation)
+        look = _Look(np.ascontiguousarray(times), None if waits is None else np.ascontiguousarray(waits), groups)
+        usual = groups.middles(look.times) if look.valid is None else None
+        self._find_slow(look, usual)
+        if look.waits is not None and math.isfinite(look.waits.sum()):
+            look.shortest = median(groups.least(look.waits))
+            self._find_held(observation, look, 0.0 if usual is None else usual.lowest)
+        return look
 
-    def _held_now(
-        self,
-        observation: Observation,
-        groups: PeerGroups,
-        total: np.ndarray,
-        waits: np.ndarray,
-        median: np.ndarray,
-    ) -> np.ndarray:
-        """total: (world,) seconds of compute and wait. median: of compute, over the other peers."""
-        c = self.config
-        if not total.max() - total.min() >= c.absolute_s:  # nobody can be; nor if a time is not known
-            return np.zeros(len(total), dtype=bool)
-        missing = groups.middle_of_others(total) - total
-        held = (missing >= c.relative * median) & (missing >= c.absolute_s)
+    def _least(self, usual: np.ndarray | float) -> Any:
+        """Seconds from which a time is far from the usual one."""
+        return np.maximum(self.config.relative * usual, self.config.absolute_s)
+
+    def _find_slow(self, look: _Look, usual: Middles | None) -> None:
+        """usual: None where the times of some ranks are not known."""
+        if usual is None:
+            ranks, others = np.arange(len(look.times)), look.median
+        elif look.times.max() < usual.lowest + self._least(usual.lowest):
+            return
+        else:  # few ranks: the others cannot be
+            ranks = np.flatnonzero(look.times >= usual.lowest + self._least(usual.lowest))
+            others = usual.of(ranks)
+        seconds = look.times[ranks] - others
+        slow = seconds >= self._least(others)  # NaN is not
+        if look.waits is not None and slow.any():
+            known = np.isfinite(look.waits)
+            waits = self._others_wait(look, ranks, known)
+            with np.errstate(invalid="ignore"):
+                slow &= ~(look.waits[ranks] + _WAIT_SHARE * seconds > waits)  # unknown: compute alone decides
+        look.slow = np.zeros(len(look.times), dtype=bool)
+        look.slow[ranks] = slow
+
+    def _others_wait(self, look: _Look, ranks: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """(len(ranks),) median wait of the other peers that are known."""
+        assert look.waits is not None and self._groups is not None
+        if known.all():
+            return self._groups.middles(look.waits).of(ranks)
+        return self._groups.middle_of_others(look.waits, known)[ranks]
+
+    def _find_held(self, observation: Observation, look: _Look, usual: float) -> None:
+        """The waits are known. usual: what the peers of every rank compute at least, seconds."""
+        assert look.waits is not None and self._groups is not None
+        total = look.times + look.waits
+        if not math.isfinite(total.sum()):  # nobody can be, if a time is not known
+            return
+        together = self._groups.middles(total)
+        if not together.highest - total.min() >= self._least(usual):
+            return
+        missing = self._groups.middle_of_others(total) - total
+        look.held = missing >= self._least(look.median)
         spent = observation.per_rank.get("reduce_s")
-        if spent is not None and held.any():
-            held &= ~(spent - waits < _HANDED_OVER * missing)  # unknown: what the others wait for decides
-        return held
+        if spent is not None and look.held.any():
+            look.held &= ~(spent - look.waits < _HANDED_OVER * missing)  # unknown: what the others wait for decides
 
     def _evidence(self, observation: Observation, count: np.ndarray) -> np.ndarray:
         """(world,) nats against the chance that so many of the group's attempts in the window fell to this rank."""
@@ -350,7 +371,7 @@ class SketchStragglers:
         if self._attempts < self.config.start:
             return []
         found = []
-        for rank, seconds, median in self._slow_now(summary):
+        for rank, seconds, usual in self._slow_now(summary):
             before = self._recent(rank)
             if len(before) + 1 >= self.config.needed:
                 found.append(
@@ -358,15 +379,15 @@ class SketchStragglers:
                         detector=self.name,
                         signal="compute_s",
                         severity=Severity.WARN,
-                        score=seconds / median,
+                        score=seconds / usual,
                         step=summary.step,
                         onset_step=before[0][1] if before else summary.step,
                         ranks=(rank,),
                         statistic="time",
                         value=seconds,
-                        reference=median,
+                        reference=usual,
                         message=f"rank {rank} was among the slow ones in {len(before) + 1} of the last {self.config.window} "
-                        f"attempts: it computes {seconds:.3g} s, its peers {median:.3g} s; waits are not in a sketch",
+                        f"attempts: it computes {seconds:.3g} s, its peers {usual:.3g} s; waits are not in a sketch",
                     )
                 )
         return sorted(found, key=lambda f: (-f.score, f.ranks))[:_ALONE]

@@ -17,7 +17,7 @@ Cost: one pass over a bucket on the way in and one on the way out, a few small o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ Piece = tuple[torch.Tensor, int]
 """A slice of a bucket: its elements in the bucket's order, flat, and the position of the first one."""
 
 _SHOWN = 3  # parameters named in a place
-_ALONE = {"cpu": 1 << 16}  # elements from which a piece is not copied to join its neighbours
+_ALONE = {"cpu": 1 << 18}  # elements from which a piece is not copied to join its neighbours
 _ALONE_ELSEWHERE = 1 << 20  # a launch costs more there, a copy less
 _FOLDS = 32  # kept: a window is nearly always cut like the one before
 _AT_ONCE = 1 << 18  # rows whose lanes are taken in one call: bounds the float64 copies
@@ -103,6 +103,7 @@ class ReductionCheck:
         if dtype is not None:
             self._see(dtype)
         self._folds: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+        self._room = Room()
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -143,7 +144,7 @@ class ReductionCheck:
         if layout is None or self._sizes.get(bucket, layout.size) != layout.size:
             self._unclear.add(bucket)
             return
-        for flat, start in joined([(flat, layout.aligned(start)) for flat, start in pieces]):
+        for flat, start in joined([(flat, layout.aligned(start)) for flat, start in pieces], self._room):
             self._see(flat.dtype)
             first, sums, norms = self._signs.rows(flat, start)
             rows = RowSums(first, sums.to(self._device), norms.to(self._device))
@@ -280,9 +281,33 @@ class ReductionCheck:
         return torch.tensor(counts, dtype=torch.int64, device=self._device)
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+class Room:
+    """Memory that short pieces are copied to, over and over the same on a CPU: fresh pages cost ten times the copy, and what
+    has just been copied is still in the cache. An accelerator's allocator has memory at hand."""
+
+    def __init__(self) -> None:
+        self._kept: dict[torch.dtype, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copied(self, short: Sequence[Piece]) -> Piece:
+        """One piece of neighbours, until the next call."""
+        if len(short) == 1:
+            return short[0]
+        flats = [flat for flat, _ in short]
+        first = flats[0]
+        if first.device.type != "cpu":
+            return torch.cat(flats), short[0][1]
+        size = sum(flat.numel() for flat in flats)
+        kept = self._kept.get(first.dtype)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[first.dtype] = torch.empty(size, dtype=first.dtype)
+        return torch.cat(flats, out=kept[:size]), short[0][1]
+
+
+def joined(pieces: Sequence[Piece], room: Room) -> Iterator[Piece]:
     """The same elements in fewer pieces: neighbours in the bucket that are neighbours in memory as they are, of long
-    pieces the whole rows as they are, all else as copies of what lies between those. Empty ones are left out."""
+    pieces the whole rows as they are, all else as copies of what lies between those. Empty ones are left out. A copy is good
+    until the next piece is asked for."""
     runs: list[Piece] = []
     for flat, start in sorted((p for p in pieces if p[0].numel()), key=lambda piece: piece[1]):
         flat = flat.detach()
@@ -291,25 +316,30 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
             flat, start = before.as_strided((start - first + flat.numel(),), (1,)), first
         runs.append((flat, start))
     if len(runs) == 1:
-        return runs
-    found: list[Piece] = []
+        yield runs[0]
+        return
     short: list[Piece] = []
+    gathered = 0
     for flat, start in runs:
-        if short and not _follows(short[-1], (flat, start)):
-            found.append(_copied(short))
-            short = []
-        if flat.numel() < _ALONE.get(flat.device.type, _ALONE_ELSEWHERE):
+        alone = _ALONE.get(flat.device.type, _ALONE_ELSEWHERE)
+        if short and (gathered >= alone or not _follows(short[-1], (flat, start))):
+            yield room.copied(short)
+            short, gathered = [], 0
+        if flat.numel() < alone:
             short.append((flat, start))
+            gathered += flat.numel()
             continue
         head = -start % ROW
         stop = head + (flat.numel() - head) // ROW * ROW
         if head:
             short.append((flat[:head], start))
         if short:
-            found.append(_copied(short))
-        found.append((flat[head:stop], start + head))
+            yield room.copied(short)
+        yield flat[head:stop], start + head
         short = [(flat[stop:], start + stop)] if stop < flat.numel() else []
-    return [*found, _copied(short)] if short else found
+        gathered = flat.numel() - stop
+    if short:
+        yield room.copied(short)
 
 
 def _follows(before: Piece, piece: Piece) -> bool:
@@ -327,8 +357,3 @@ def _is_next(before: Piece, flat: torch.Tensor, start: int) -> bool:
         and before[0].data_ptr() + before[0].numel() * before[0].element_size() == flat.data_ptr()
         and before[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     )
-
-
-@torch.no_grad()
-def _copied(short: Sequence[Piece]) -> Piece:
-    return short[0] if len(short) == 1 else (torch.cat([flat for flat, _ in short]), short[0][1])

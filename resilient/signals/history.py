@@ -42,7 +42,7 @@ class RankHistory:
         self.points = np.zeros(ranks)
         self.away = np.zeros(ranks)  # steps in a row that a rank has been off
         self.moved = np.zeros(ranks)  # mean gap over those
-        self._any_away = False
+        self._any_away = self._settled = False
         self._make_room()
         self._derive()
 
@@ -60,24 +60,31 @@ class RankHistory:
         any_off = bool(off.any())
         if any_off or self._any_away:
             self._stay_away(x, gap, share, off)
-        if self._settled and not any_off and teaches is None:
+        if self._alike and not any_off and teaches is None:
             self._learn_all(x, gap, size, share)
         else:
             self._learn_some(x, gap, size, share, ~off if teaches is None else teaches & ~off)
         self._derive()
 
     def _learn_all(self, x: np.ndarray, gap: np.ndarray, size: np.ndarray, share: np.ndarray | float) -> None:
-        """Every rank has its full memory, and none is off: the usual case, in few passes over the arrays."""
-        rate = 1.0 / self.history
+        """Every rank has learned from as many steps, and none is off: the usual case, in few passes over the arrays."""
+        count = min(float(self.points[0]) + 1.0, float(self.history))
+        rate = 1.0 / count
+        if self._young and count <= self.start:
+            rate = max(rate, _YOUNG_RATE)
         limit = np.multiply(self.sigma, _CLIP, out=self._limit)
+        moved = np.minimum(gap, limit, out=self._moved)
+        np.maximum(moved, np.negative(limit, out=self._spare), out=moved)
+        self.offset += np.multiply(moved, rate * share, out=moved)
         np.minimum(size, limit, out=size)
-        signed = np.copysign(size, gap, out=limit)
-        self.offset += np.multiply(signed, rate * share, out=signed)
+        rate = 1.0 / min(count + _PRIOR, self.history)
         self.scale *= 1.0 - rate
         self.scale += np.multiply(size, rate * _ABS_TO_SIGMA, out=size)
-        moved = np.subtract(x, self.level, out=limit)
+        np.subtract(x, self.level, out=moved)
         np.minimum(np.maximum(moved, -_LEVEL_STEP, out=moved), _LEVEL_STEP, out=moved)
         self.level += np.multiply(moved, _LEVEL_RATE, out=moved)
+        if not self._settled:
+            self.points += 1.0
 
     def _learn_some(
         self, x: np.ndarray, gap: np.ndarray, size: np.ndarray, share: np.ndarray | float, calm: np.ndarray
@@ -104,17 +111,21 @@ class RankHistory:
             self.level[stays] = x[stays]
             self.points[stays] = np.minimum(self.points[stays], self.start)  # quick to settle in the new place
             self.away[stays] = self.moved[stays] = 0.0
+            self._settled = False
 
     def _derive(self) -> None:
-        least = self.points.min(initial=self.history)
-        self._young, self._settled = bool(least < self.start), bool(least >= self.history)
-        few = 8.0 / self.history if self._settled else 8.0 / np.maximum(self.points, 8.0)
+        if not self._settled:
+            least, most = self.points.min(initial=self.history), self.points.max(initial=0.0)
+            self._young, self._settled = bool(least < self.start), bool(least >= self.history)
+            self._alike = bool(0.0 < least == most)
+        few = 8.0 / max(float(self.points[0]), 8.0) if self._alike else 8.0 / np.maximum(self.points, 8.0)
         np.multiply(self.scale, 1.0 + few, out=self.sigma)  # few points: not so sure of the scale
         np.maximum(self.sigma, self.floor, out=self.sigma)
 
     def _make_room(self) -> None:
         """`sigma`, and arrays to work in: a large world's are written over and over in place."""
-        self.sigma, self._size, self._limit = (np.empty(len(self.offset)) for _ in range(3))
+        room = np.empty((5, len(self.offset)))
+        self.sigma, self._size, self._limit, self._moved, self._spare = room
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the arrays."""

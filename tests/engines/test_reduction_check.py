@@ -23,7 +23,7 @@ from resilient.engines.ddp import DDPEngine
 from resilient.engines.fsdp2 import FSDP2Engine
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.projection import PART, PARTS, ROW, Signs
-from resilient.engines.reduction_check import BucketLayout, ReductionCheck, joined
+from resilient.engines.reduction_check import BucketLayout, ReductionCheck, Room, joined
 from resilient.signals import CheckPlan
 from resilient.signals.checks import LANES, MOST_CELLS
 from tests.engines.contract import NEUTRAL
@@ -184,18 +184,32 @@ def test_rows_of_parts_are_those_of_each_part_by_itself() -> None:
 
 
 def test_neighbours_are_joined_without_a_copy_where_they_are_one() -> None:
+    def told(*pieces: tuple[torch.Tensor, int]) -> list[tuple[torch.Tensor, int]]:
+        return [(flat.clone(), start) for flat, start in joined(pieces, Room())]
+
     whole, other = torch.arange(1000.0), torch.arange(2000.0, 2300.0)
-    pieces = joined([(whole[400:1000], 500), (other, 1100), (whole[:400], 100), (other[:0], 7)])
+    pieces = told((whole[400:1000], 500), (other, 1100), (whole[:400], 100), (other[:0], 7))
     assert [(len(flat), start) for flat, start in pieces] == [(1300, 100)]
     assert torch.equal(pieces[0][0], torch.cat([whole, other]))
-    ((flat, start),) = joined([(whole[400:], 400), (whole[:400], 0)])
+    ((flat, start),) = joined([(whole[400:], 400), (whole[:400], 0)], Room())
     assert (flat.data_ptr(), start) == (whole.data_ptr(), 0)
-    assert [(len(flat), start) for flat, start in joined([(whole, 0), (other, 1001)])] == [(1000, 0), (300, 1001)]
+    assert [(len(flat), start) for flat, start in told((whole, 0), (other, 1001))] == [(1000, 0), (300, 1001)]
     long, longer = torch.arange(1 << 17).float(), torch.arange(1 << 18).float()
-    pieces = joined([(other, 0), (long, 300), (longer, 300 + len(long)), (other, 300 + len(long) + len(longer))])
-    assert [start % ROW for _, start in pieces] == [0] * 5
+    pieces = told((other, 0), (long, 300), (longer, 300 + len(long)), (other, 300 + len(long) + len(longer)))
     assert torch.equal(torch.cat([flat for flat, _ in pieces]), torch.cat([other, long, longer, other]))
-    assert [len(flat) for flat, _ in pieces] == [ROW, 127 * ROW, ROW, 255 * ROW, 600]
+    assert [len(flat) for flat, _ in pieces] == [129 * ROW, 255 * ROW, 600]
+    assert [start for _, start in pieces] == [0, 129 * ROW, 384 * ROW]
+
+
+def test_many_short_pieces_are_copied_in_parts_and_to_the_same_memory() -> None:
+    room, short = Room(), torch.arange(float(1 << 16))
+    seen, at = [], set()
+    for flat, start in joined([(short + i, i * len(short)) for i in range(10)], room):
+        seen.append((start, flat.clone()))
+        at.add(flat.data_ptr())
+    assert [start for start, _ in seen] == [0, 4 << 16, 8 << 16]
+    assert torch.equal(torch.cat([flat for _, flat in seen]), torch.cat([short + i for i in range(10)]))
+    assert len(at) == 1, "fresh pages cost more than the copy"
 
 
 def test_signs_are_the_same_for_every_slice() -> None:
