@@ -127,11 +127,6 @@ class Intervals:
         """Whether to save at `step`. last: step of the newest checkpoint of this course, None: there is none."""
         return last is None or not last <= step < last + self.steps
 
-    @property
-    def at_risk(self) -> bool:
-        """Level C or worse, or not yet long enough back from there: retention keeps at least two good ones."""
-        return self._letter in "CDE"
-
     def reason(self) -> str:
         """In words, for the journal."""
         if not self._stalls or math.isnan(self._step_s):
