@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
     ProcessGroupAllocReduceScatter,
@@ -80,6 +80,7 @@ class FSDP2Engine(TorchOptimEngine):
         self._holders = _holders(sharded)
         self._ran = False
         self._taps: list[_ReduceScatterTap] = []
+        self._gathers: list[_AllGatherTap] = []
         self._check: ReductionCheck | None = None
         if self._mesh.size() > 1:
             if _shards(sharded) == 1:
@@ -113,7 +114,7 @@ class FSDP2Engine(TorchOptimEngine):
         squares = [square for tap in self._taps for square in tap.squares]
         if squares:
             local_sq += torch.stack(squares).sum()
-        waited = sum(tap.waited_s for tap in self._taps)
+        waited = sum(tap.waited_s for tap in self._taps) + sum(gather.waited_s for gather in self._gathers)
         return Taps(local_sq, share, len(squares), by_layer, waited, waited, self._finish_check())
 
     def check_plan(self) -> CheckPlan | None:
@@ -126,10 +127,12 @@ class FSDP2Engine(TorchOptimEngine):
         return self._check.rows(cell) if self._check is not None else []
 
     def close(self) -> None:
-        """Gives every FSDP module the reduce-scatter back that it had."""
+        """Gives every FSDP module the collectives back that it had."""
         for tap in self._taps:
             tap.unit.set_custom_reduce_scatter(tap.inner)
-        self._taps, self._check = [], None
+        for gather in self._gathers:
+            gather.unit.set_custom_all_gather(gather.inner)
+        self._taps, self._gathers, self._check = [], [], None
         self._set_sync(True)
 
     def _is_checkable(self) -> bool:
@@ -174,6 +177,9 @@ class FSDP2Engine(TorchOptimEngine):
                 tap = _ReduceScatterTap(name, unit, group._reduce_scatter_comm, self._mesh.size(), group, names)
                 unit.set_custom_reduce_scatter(tap)
                 self._taps.append(tap)
+                gather = _AllGatherTap(unit, group._all_gather_comm)
+                unit.set_custom_all_gather(gather)
+                self._gathers.append(gather)
 
     def _copies(self) -> tuple[tuple[int, ...], ...]:
         """Under HSDP the ranks that hold the same shard."""
@@ -198,6 +204,8 @@ class FSDP2Engine(TorchOptimEngine):
     def _begin_window(self) -> None:
         for tap in self._taps:
             tap.squares, tap.waited_s = [], 0.0
+        for gather in self._gathers:
+            gather.waited_s = 0.0
         if self._check is not None:
             self._check.begin_window()
 
@@ -215,6 +223,27 @@ class FSDP2Engine(TorchOptimEngine):
                     p.unsharded_accumulated_grad = None
                     if hasattr(p, "_unsharded_param"):  # created by the first forward
                         p._unsharded_param.grad = None
+
+
+class _AllGatherTap(AllGather):
+    """Times the all-gathers of a module's parameters: that is where the ranks of a job that shards wait for one that
+    computes slowly, in the middle of the forward, and it would count as their own computing otherwise."""
+
+    def __init__(self, unit: FSDPModule, inner: AllGather) -> None:
+        self.unit = unit
+        self.inner = inner
+        self.waited_s = 0.0  # host seconds in the collective
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        started = time.perf_counter()
+        work = self.inner(output_tensor, input_tensor, group, async_op)
+        self.waited_s += time.perf_counter() - started
+        return work
 
 
 class _ReduceScatterTap(ReduceScatter):

@@ -15,8 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import resilient
+from resilient.bench.ranks import engine_config
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.exchange import Exchange
+from resilient.engines.build import build_engine
 from resilient.engines.ddp import DDPEngine
 from resilient.errors import GradientsLeft, MonitorBlind
 from resilient.signals import Kind, StepRecord, StepTable
@@ -306,6 +308,19 @@ def waits(rank: int, world: int, how: str) -> tuple[np.ndarray, np.ndarray]:
     engine = DDPEngine(model, torch.optim.SGD(toy.parameters(), lr=1e-3), comm_hook=hook)
     data = [torch.randn(4, 16) for _ in range(5)]
     guard = resilient.Guard(engine, data=data, policy="observe", progress=False, tokens=lambda batch: 4.0)
+    tables = kept_tables(guard)
+    for x in guard.batches():
+        out = guard.engine(x)
+        if (how, rank) == ("compute", 1):
+            out.register_hook(lambda grad: time.sleep(NAP))
+        guard.backward(out.square().mean())
+        guard.step()
+    guard.close()
+    return compute_and_wait(tables)
+
+
+def kept_tables(guard: resilient.Guard) -> list[StepTable]:
+    """The list that every table of the guard's will be in."""
     tables: list[StepTable] = []
     table = guard._coordinator.exchange.table
 
@@ -314,18 +329,48 @@ def waits(rank: int, world: int, how: str) -> tuple[np.ndarray, np.ndarray]:
         return tables[-1]
 
     guard._coordinator.exchange.table = kept  # type: ignore[method-assign]
-    for x in guard.batches():
-        out = guard.engine(x)
-        if (how, rank) == ("compute", 1):
-            out.register_hook(lambda grad: time.sleep(NAP))
-        guard.backward(out.square().mean())
-        guard.step()
-    guard.close()
+    return tables
+
+
+def compute_and_wait(tables: list[StepTable]) -> tuple[np.ndarray, np.ndarray]:
+    """Over the steps after the first: smallest compute_s and median collective_s of every rank."""
     steps = [t for t in tables if t.column("kind")[0] == Kind.STEP][1:]
-    assert len(steps) == 4
+    assert len(steps) >= 4
     per_rank = [t.observation().per_rank for t in steps]
     compute, wait = (np.array([r[name] for r in per_rank]) for name in ("compute_s", "collective_s"))
     return compute.min(axis=0), np.median(wait, axis=0)
+
+
+def sharded_waits(rank: int, world: int, engine: str) -> tuple[np.ndarray, np.ndarray]:
+    """As `waits`, of a rank that is slow before its forward, where sharded parameters are gathered."""
+    torch.manual_seed(0)
+    made = build_engine(
+        engine_config(engine),
+        nn.Sequential(nn.Linear(16, 8192), nn.Tanh(), nn.Linear(8192, 16)),  # ZeRO 3 keeps whole what is below 1e5
+        make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3),
+        make_scheduler=None,
+        clip=1.0,
+        accumulation=1,
+        micro_batch=4,
+        device=torch.device("cpu"),
+    )
+    data = [torch.randn(4, 16) for _ in range(6)]
+    guard = resilient.Guard(made, data=data, policy="observe", progress=False, tokens=lambda batch: 4.0)
+    tables = kept_tables(guard)
+    for x in guard.batches():
+        if rank == 1:
+            time.sleep(NAP)
+        guard.backward(guard.engine(x).square().mean())
+        guard.step()
+    guard.close()
+    return compute_and_wait(tables)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_br42_a_wait_for_gathered_parameters_is_no_computing(engine: str):
+    compute, wait = run_pooled(sharded_waits, 2, engine)[0]
+    assert compute[1] > 0.9 * NAP > 0.6 * NAP > compute[0], (compute, wait)
+    assert wait[0] > 0.9 * NAP - 0.01 > wait[1], (compute, wait)
 
 
 @pytest.mark.parametrize("how", ["compute", "communication", "none"])

@@ -251,6 +251,8 @@ class ShardedStage(ZeroStage):
                     observe(pieces)
 
         self._before(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", before)
+        # where ranks wait for one that computes slowly, in the middle of the forward; it would count as their computing
+        self._before(optimizer.parameter_offload.get_param_coordinator(), "fetch_sub_module", lambda *_, **__: None)
 
     def received(self) -> list[Piece]:
         found = []
