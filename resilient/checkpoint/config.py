@@ -43,6 +43,8 @@ class CheckpointConfig:
         one host may be lost. Takes twice a rank's state, for two snapshots, of peer_folder, which must be memory.
     elastic: start from a checkpoint that another number of ranks has saved, where every part can be had (docs/checkpoints.md);
         false: refuse it.
+    allow_missing: parts that the state to start from may lack, and that then stay as they are in this process: moments,
+        schedulers, scaler, buffers/NAME (docs/checkpoints.md). Anything else that is missing is refused.
     alarm_after: intervals without a new checkpoint after which that is told (0: never)."""
 
     every: int = 25
@@ -63,8 +65,11 @@ class CheckpointConfig:
     peer: bool = False
     peer_folder: str = "/dev/shm/resilient"
     elastic: bool = True
+    allow_missing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problem = location_problem(self.location or "")
         if problem:  # here, before any of it can be written to a log
             raise ConfigError(problem)
+        if isinstance(self.allow_missing, str):
+            raise ConfigError(f"run.checkpoint.allow_missing={self.allow_missing}: must be a list of names")

@@ -25,6 +25,7 @@ from resilient.checkpoint.peer import PeerStore
 from resilient.checkpoint.ring import MemoryRing
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import Snapshot
+from resilient.coordinator.attendance import Attendance
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.contracts import Contracts
 from resilient.coordinator.events import Listener, StepReport
@@ -47,6 +48,7 @@ from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
 from resilient.errors import (
     CheckpointError,
+    ConfigError,
     DataPositionError,
     ExchangeFailed,
     GuardError,
@@ -130,6 +132,7 @@ class Coordinator:
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, config.blind_after)
+        self._allow_missing = checkpoint.allow_missing if checkpoint is not None else ()  # at the start only
         self.ring = ring
         self._preemption = Preemption(config.grace_s)
         self._kept = Keeper(
@@ -160,6 +163,8 @@ class Coordinator:
         self._clock = time.perf_counter()
         self._leaving = self._stopped = False
         self._exchange_works = True
+        self._attendance = Attendance(exchange)
+        self._told_no_request = False
         self._last_loss: torch.Tensor | None = None
         self._evaluated: dict[str, float] = {}  # since the last attempt, by column
         self._desk = None  # requests: run directory and generation; from outside, read on rank 0 and shared in its row
@@ -201,7 +206,8 @@ class Coordinator:
             for window in {tuple(window) for window in outer.excluded} - told:
                 told.add(window)
                 self.feed.exclude(*window)
-            differences = self._restored(resume)
+            resume, kept, differences = self._completed(resume)
+            differences = differences or self._restored(resume)
             if not self.exchange.vote(not differences, resume.step):
                 self._kept.refused(candidate, differences)
                 continue
@@ -217,9 +223,33 @@ class Coordinator:
             self._contracts.anchor(resume.step)
             self._kept.tiers.loaded(candidate)
             about = {"step": resume.step, "position": resume.position, "from": str(candidate.target)}
+            absent = self._absent(kept)
+            about |= {"absent": absent} if absent else {}
             self._tell("resume", about | ({"changes": list(candidate.changes)} if candidate.changes else {}))
+            if absent:
+                message = f"the state of step {resume.step} has no {', '.join(absent)}: kept as it is here"
+                self._tell("warning", {"message": f"{message} (run.checkpoint.allow_missing)"})
             return True
         return False
+
+    def _completed(self, snapshot: Snapshot) -> tuple[Snapshot, tuple[str, ...], list[str]]:
+        """With what it may lack, the names of what it does lack, and why that cannot be said, on this rank."""
+        try:
+            return *self._state.completed(snapshot, self._allow_missing), []
+        except (CheckpointError, KeyError, TypeError) as error:
+            return snapshot, (), [f"{type(error).__name__}: {error}"]
+
+    def _absent(self, kept: tuple[str, ...]) -> list[str]:
+        """What any rank's state was restored without, and on which ranks if not on all. Collective where anything may be."""
+        if not self._allow_missing:
+            return []
+        flags = self.exchange.gather(torch.tensor([float(name in kept) for name in self._allow_missing]))
+        found = []
+        for name, column in zip(self._allow_missing, flags.T, strict=True):
+            ranks = [str(rank) for rank in np.flatnonzero(column)]
+            if ranks:
+                found.append(name if len(ranks) == len(column) else f"{name} (rank {', '.join(ranks[:8])})")
+        return found
 
     def _restored(self, snapshot: Snapshot, excluded: tuple[int, int] | None = None) -> list[str]:
         """Put it back; what differs then, or why it cannot be put back, on this rank."""
@@ -356,6 +386,39 @@ class Coordinator:
     def request_checkpoint(self) -> None:
         """Save at the next quiescent point (BR-19), on all ranks even if only one asks (BR-22)."""
         self._pending_flags |= Flag.CHECKPOINT
+        if self._told_no_request or (self.guarded and self._kept.saver.stores):
+            return
+        self._told_no_request = True
+        if self._kept.saver.stores:
+            why = "this run is not guarded, so its ranks cannot share a request: call guard.save() on every rank"
+        else:
+            why = "there is no run_dir to save to"
+        self._warn(f"guard.checkpoint() does nothing: {why}")
+
+    def save(self) -> bool:
+        """Save the state of the present step and wait for it. See Guard.save. Collective."""
+        if not self._kept.saver.stores:
+            raise ConfigError("guard.save(): there is no run_dir to save to")
+        if not self._started:
+            raise ConfigError("guard.save(): nothing has begun yet: take a batch or call guard.start() first")
+        held = self._refused is not None and self._refused.suspect is not None
+        note = ""
+        if not self._exchange_works:
+            note = f"the guard has broken, and rank {self.exchange.rank} cannot vote on a checkpoint any more"
+        elif self._window is not None or self._again is not None or held:
+            note = f"rank {self.exchange.rank} is in the middle of step {self.step_index}"
+            note += ", which is saved at its end" if self.guarded else ": call it where guard.step() has returned True"
+        with self._meeting():
+            met = self._attendance.meet(f"save/{self.outer.attempts}", note)
+            if met.missing:
+                raise CheckpointError(met.missed(f"guard.save() after step {self.applied}"))
+            note = met.note
+        if note:
+            self._pending_flags |= Flag.CHECKPOINT
+            self._tell("warning", {"message": f"guard.save() after step {self.applied}: not saved now: {note}"})
+            return False
+        self._save_if_due(applied=False, asked=True, snapshot=None)
+        return self._kept.saver.last == self.applied
 
     def request_preemption(self) -> None:
         """Leave at the next step boundary, saved. Safe to call from a signal handler, any number of times: it sets a flag,
@@ -777,9 +840,27 @@ class Coordinator:
         return self.judge.level().letter if self.judge is not None and self.guarded else ""
 
     def save_final(self) -> None:
-        """A checkpoint of the present state, if the last one is older. Call on all ranks between steps."""
-        if self._kept.saver.periodic:
-            self._save_if_due(applied=True, asked=True, snapshot=None)
+        """A checkpoint of the present state, if the last one is older. Call on all ranks between steps.
+
+        What ranks do alone before the end of a job may take long: those that are missing are named after a few seconds, and
+        waited for until the exchange gives up. Raises ExchangeFailed then: nothing was saved."""
+        if not self._kept.saver.periodic or not self._exchange_works or not self._kept.saver.owes(self.applied):
+            return
+        missed = ""
+        with self._meeting():
+            met = self._attendance.meet(f"finish/{self.outer.attempts}")
+            missed = met.missed(f"guard.finish() after step {self.applied}") if met.missing else ""
+            if met.first and missed:
+                patience = self.exchange.timeout.total_seconds()
+                self._warn(f"{missed}. The last checkpoint waits up to {patience:g} s more for them")
+        try:
+            if self._exchange_works:
+                self._kept.save_if_due(self.outer, self.applied, applied=True, asked=True, snapshot=None)
+        except ExchangeFailed as error:
+            self._exchange_works = False
+            if missed:
+                raise ExchangeFailed(f"the state of step {self.applied} is not saved: {missed}") from error
+            self._guard_failed(error)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -863,6 +944,11 @@ class Coordinator:
 
     def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._listeners.tell("event", kind, fields)
+
+    def _warn(self, message: str) -> None:
+        """On this rank's stderr, and to its listeners."""
+        print(f"resilient: WARNING: rank {self.exchange.rank}: {message}", file=sys.stderr, flush=True)
+        self._tell("warning", {"message": message})
 
     def _tell_verdict(self, judgement: Judgement) -> None:
         """What is behind a warning, when that can be said. An incident says it itself."""

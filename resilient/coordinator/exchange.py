@@ -77,6 +77,10 @@ class Exchange:
         patience = timedelta(seconds=timeout_s) * (1 if backend == "gloo" else 20)
         return dist.new_group(backend=backend, timeout=patience)
 
+    def store(self) -> dist.Store | None:
+        """The key-value store behind the group, shared by all ranks; None in a world of 1. Not collective."""
+        return self._group.get_group_store() if self._group is not None else None
+
     def table(self, record: StepRecord) -> Exchanged:
         """All ranks' records, as a table or as a sketch. Collective. Raises ExchangeFailed when a rank did not come in time or
         sent another kind."""

@@ -172,8 +172,10 @@ class Keeper:
             self.tiers.failed(Failure(verdict.cause, what, decision.onset_step))
 
     def refused(self, candidate: Candidate, differences: list[str]) -> None:
-        """It could not be restored exactly. differences: on this rank."""
-        why = "; ".join(differences) or "it is not exact on another rank"
+        """It could not be restored exactly, which all ranks tell in the words of the first that has found it. differences: on
+        this rank. Collective."""
+        found = self._exchange.gather(torch.tensor([float(bool(differences))]))[:, 0]
+        why = self._exchange.share("; ".join(differences), source=int(found.argmax()))
         self._tell("warning", {"message": f"the state of step {candidate.key.step} cannot be restored: {why}"})
         self.tiers.refused(candidate, why)
 

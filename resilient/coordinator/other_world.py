@@ -8,7 +8,7 @@ keeper.restore(snapshot)                        with the usual proof
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class BoundToItsWorld(CheckpointError):
 class OtherWorld:
     """Takes checkpoints of another world size for this run: a `Refit` (tiers.py). Construct on all ranks, before the start.
 
-    place: a local folder that all ranks share, of checkpoints. tell: an event, for people: that it is done is never silent."""
+    place: a local folder that all ranks share, of checkpoints. allow_missing: what they may lack; the snapshot then lacks it,
+    too (StateKeeper.completed). tell: an event, for people: that it is done is never silent."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class OtherWorld:
         rank: int,
         world: int,
         tell: Callable[[str, Mapping[str, Any]], None],
+        allow_missing: Collection[str] = (),
     ) -> None:
         self._place, self._engine, self._feed, self._judge = place, engine, feed, judge
         self._rank, self._world, self._tell = rank, world, tell
+        self._allow_missing = allow_missing
 
     def __call__(self, folder: str, manifest: Manifest) -> tuple[Snapshot, list[str]]:
         """See `snapshot_for`. All ranks must call it, and vote afterwards. manifest: as all ranks have read it.
@@ -61,7 +64,13 @@ class OtherWorld:
             raise CheckpointError(f"{self._place / folder} was written anew while it was loaded")
         try:
             snapshot, changes = snapshot_for(
-                opened, self._engine, self._feed, self._judge, rank=self._rank, world=self._world
+                opened,
+                self._engine,
+                self._feed,
+                self._judge,
+                rank=self._rank,
+                world=self._world,
+                allow_missing=self._allow_missing,
             )
         except (CheckpointError, DataPositionError) as error:
             raise BoundToItsWorld(
@@ -104,7 +113,14 @@ def _about_batch(before: int, now: int) -> str:
 
 
 def snapshot_for(
-    opened: Opened, engine: Engine, feed: WindowFeed, judge: Judge | None, *, rank: int, world: int
+    opened: Opened,
+    engine: Engine,
+    feed: WindowFeed,
+    judge: Judge | None,
+    *,
+    rank: int,
+    world: int,
+    allow_missing: Collection[str] = (),
 ) -> tuple[Snapshot, list[str]]:
     """This rank's snapshot in a world of `world` ranks, and what in it is not as it was saved, for the journal.
 
@@ -125,7 +141,7 @@ def snapshot_for(
     learned, anew = fit_judge(opened.part("judge")[0], _as_saved(judge.state_dict())) if judge is not None else ({}, [])
     # frozen: nothing of it may lie in a file that can go away
     parts = {
-        "engine": state_from(opened.sources(), engine, rank, world),
+        "engine": state_from(opened.sources(), engine, rank, world, allow_missing),
         **freeze({"rng": rng, "data": data, "judge": learned}),
     }
     snapshot = Snapshot(

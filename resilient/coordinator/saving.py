@@ -123,8 +123,17 @@ class Saver:
         self.last: int | None = None
 
     @property
+    def stores(self) -> bool:
+        """Whether there is a place to save to."""
+        return self._store is not None
+
+    @property
     def periodic(self) -> bool:
         return self._store is not None and self._config.every > 0
+
+    def owes(self, step: int) -> bool:
+        """Whether the state of `step` is not on disk yet, or something is still being written. The same on all ranks."""
+        return self._store is not None and (bool(self._store.pending) or step != self.last)
 
     # -- what is being written ------------------------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from resilient.checkpoint.digest import state_digest
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.checkpoint.snapshot import PARTS, Digests, Snapshot, freeze
 from resilient.coordinator.feed import WindowFeed
@@ -46,8 +49,22 @@ class StateKeeper:
             digests=Digests(parts, self._hashing),
         )
 
+    def completed(self, snapshot: Snapshot, allow_missing: Collection[str]) -> tuple[Snapshot, tuple[str, ...]]:
+        """A snapshot to restore, whose engine's state has those parts of `allow_missing` that it lacks as they are here now;
+        and their names. Raises CheckpointError for a state that is none. Nothing is touched."""
+        if not allow_missing or "engine" not in snapshot.parts:
+            return snapshot, ()
+        engine, kept = self._engine.complete(snapshot.parts["engine"], allow_missing)
+        if not kept:
+            return snapshot, ()
+        schedule = self._engine.counters().schedule if "schedulers" in kept else snapshot.schedule
+        parts = {**snapshot.parts, "engine": engine}
+        digests = {**snapshot.digests, "engine": state_digest(engine)}
+        return replace(snapshot, parts=parts, digests=digests, schedule=schedule), kept
+
     def restore(self, snapshot: Snapshot, exclude: tuple[int, int] | None = None) -> list[str]:
-        """Put a snapshot back and prove it. Returns what differs from the snapshot: empty when the restore is exact.
+        """Put a snapshot back and prove it. Returns what differs from the snapshot, and weights that are not the cast of
+        their masters: empty when the restore is exact.
 
         exclude: data windows [first, last) that are not to be delivered again."""
         missing = [name for name in PARTS if name not in snapshot.parts]
@@ -85,7 +102,8 @@ class StateKeeper:
         ):
             if now != then:
                 differences.append(f"{name}: found {now}, expected {then}")
-        return differences
+        # The state as it was saved may be one that must not be trained on: its digests prove the copy only.
+        return differences + self._engine.mismatched_weights()
 
     def _live(self) -> dict[str, Any]:
         with torch.no_grad():

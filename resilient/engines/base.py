@@ -15,7 +15,7 @@ The engine never decides. `apply` and `skip` are called with the same arguments 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -177,6 +177,14 @@ class Engine(Protocol):
         """This rank's share of the squared L2 norm of all trained parameters (masters where there are any), 0-dim
         float64 on the device; shares of all ranks sum to the whole. Costs a pass over the weights."""
 
+    def mismatched_weights(self) -> list[str]:
+        """Of an engine that computes in weights cast from masters: a line for each parameter of which the weights that this
+        rank holds are not, bit for bit, the cast of the masters that it holds (BR-08), with rank, name, how many elements
+        and the first. Empty where all are, and where the optimizer steps the weights themselves.
+
+        Between steps. Local: one pass over this rank's masters, room for the largest parameter in the weights' format, one
+        host sync; 3.2 M parameters in bf16 took 8 ms under ZeRO 2 and 15 ms under ZeRO 0, 2 ranks on 2 busy cores."""
+
     def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         """Clip to `clip * knobs.clip_factor` using `grad_norm` (None, when unguarded: the engine measures it itself,
         collectively if it must), step the optimizer with LR x `knobs.lr_factor`,
@@ -212,16 +220,27 @@ class Engine(Protocol):
 
     def restore(self, state: EngineState) -> None:
         """Put a captured state back into the live tensors (in place), drop stale gradients. State that did not exist
-        at capture (lazily created moments) is dropped again."""
+        at capture (lazily created moments) is dropped again. Raises CheckpointError, before anything is touched, with what
+        the state lacks and how it differs from this engine."""
+
+    def optional_parts(self) -> tuple[str, ...]:
+        """Parts that a state may lack where its user says so: `moments`, `schedulers`, `scaler` where this kind of engine has
+        one, and `buffers/NAME` for each persistent buffer. Local."""
+
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        """`state` with those parts of `allow_missing` that it lacks as they are here, frozen, so that a restore of it leaves
+        them alone; and their names. A schedule that the state was saved without is lacking, too; what the state does have is
+        never replaced. Raises ConfigError for a name that is not in `optional_parts()`. Nothing is touched. Local."""
 
     def pieces(self, state: EngineState) -> list[Piece]:
         """Which box of which whole tensor the tensors of a state of this rank are. Everything else in a state is the same
         on all ranks or named in `per_rank`. Raises CheckpointError where that cannot be said (parameters that are not laid
         out in boxes, optimizer state of no known shape): such a state fits this world only. Local."""
 
-    def frame(self, source: EngineState) -> EngineState:
+    def frame(self, source: EngineState, allow_missing: Collection[str] = ()) -> EngineState:
         """Room for this rank's state, in host memory: all that is no piece is taken from `source`, rank 0's state in a
         world of any size. Fill in every piece of `pieces(frame)`, then `restore` it (see checkpoint/reshape.py).
+        allow_missing: what the source may lack; the frame then lacks it as well: `complete` it.
         Raises CheckpointError, with what differs, if the source is not of this model, optimizer and schedule. Local."""
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ DTensor itself says which box of its whole a rank holds (what DCP asks, too); an
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from resilient.checkpoint.pieces import KeyPath, Piece
 from resilient.checkpoint.reshape import SourcePart, reshape
+from resilient.engines.absent import BUFFER
 from resilient.engines.base import Engine, EngineState
 from resilient.engines.buffers import local
 from resilient.errors import CheckpointError
 
 
-def state_from(sources: Sequence[SourcePart], engine: Engine, rank: int, world: int) -> EngineState:
+def state_from(
+    sources: Sequence[SourcePart], engine: Engine, rank: int, world: int, allow_missing: Collection[str] = ()
+) -> EngineState:
     """This rank's state, out of the parts that another world of the same engine has saved, for `engine.restore`.
 
-    sources: all of them, rank 0's first. Not a collective, but all ranks of the new world must call it: they share the
+    sources: all of them, rank 0's first. allow_missing: see `Engine.frame`. Not a collective, but all ranks of the new world must call it: they share the
     comparing of copies. Raises CheckpointError, on one rank perhaps: vote before anybody restores."""
-    frame = engine.frame(dict(sources[0].state))
+    frame = engine.frame(dict(sources[0].state), allow_missing)
     return reshape(sources, frame, engine.pieces(frame), share=(rank, world), per_rank=engine.per_rank)
 
 
@@ -61,10 +64,10 @@ def pieces_of(module: nn.Module, state: EngineState) -> list[Piece]:
             pieces.append(boxes[key].piece(("params", key), f"parameters/{name}", state["params"][key]))
     for name, b in persistent_buffers(module).items():
         key = first_name.setdefault(id(b), name)
-        if (box := _box_of(name, b)) is not None:
+        if key in state["buffers"] and (box := _box_of(name, b)) is not None:
             pieces.append(box.piece(("buffers", key), f"buffers/{name}", state["buffers"][key]))
     sharded = {first_name[id(p)] for p in module.parameters() if isinstance(p, DTensor)}
-    for name, entry in state["optimizer"]["state"].items():
+    for name, entry in state["optimizer"].get("state", {}).items():
         if name not in boxes:
             continue
         for key, value in entry["values"].items():
@@ -99,23 +102,25 @@ def _box_of(name: str, tensor: torch.Tensor) -> _Box | None:
     return _Box(shape, tuple(chunk.offsets), tuple(chunk.sizes), owner)
 
 
-def frame_of(module: nn.Module, source: EngineState) -> EngineState:
+def frame_of(module: nn.Module, source: EngineState, absent: Collection[str] = ()) -> EngineState:
     """Room in host memory for this rank's state of `module`: parameters and moments to be filled in (see `pieces_of`),
-    buffers as they are here, everything else as in `source`, rank 0's state in the earlier world."""
+    buffers as they are here, everything else as in `source`, rank 0's state in the earlier world. absent: parts that the
+    source lacks, and so does the frame."""
     parameters = dict(module.named_parameters())
+    optimizer: dict[str, Any] = {
+        "class": source["optimizer"]["class"],
+        "groups": copy.deepcopy(source["optimizer"]["groups"]),
+    }
+    if "moments" not in absent:
+        saved = source["optimizer"]["state"].items()
+        optimizer["state"] = {name: _moments(parameters[name], entry) for name, entry in saved if name in parameters}
     return {
         "params": {name: _room(p, p.dtype) for name, p in parameters.items()},
-        "buffers": {name: local(b).to("cpu", copy=True) for name, b in module.named_buffers()},
-        "optimizer": {
-            "class": source["optimizer"]["class"],
-            "groups": copy.deepcopy(source["optimizer"]["groups"]),
-            "state": {
-                name: _moments(parameters[name], entry)
-                for name, entry in source["optimizer"]["state"].items()
-                if name in parameters
-            },
+        "buffers": {
+            name: local(b).to("cpu", copy=True) for name, b in module.named_buffers() if BUFFER + name not in absent
         },
-        "schedule": copy.deepcopy(source["schedule"]),
+        "optimizer": optimizer,
+        "schedule": copy.deepcopy(source.get("schedule")),
         "counters": dict(source["counters"]),
     }
 

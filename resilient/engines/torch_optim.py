@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from resilient.checkpoint.pieces import Piece
 from resilient.checkpoint.snapshot import freeze
+from resilient.engines.absent import BUFFER, group_difference, refuse_unknown, report
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
 from resilient.engines.layers import Layers, Part
@@ -35,7 +36,14 @@ from resilient.engines.updates import Update, UpdateTap
 from resilient.errors import CheckpointError, ConfigError
 from resilient.signals import Knobs
 
-_SHOWN = 8  # lines of a mismatch report
+_PARTS = {
+    "params": "params",
+    "buffers": "buffers",
+    "optimizer": "optimizer",
+    "schedule": "schedulers",
+    "counters": "counters",
+}
+"""Entry of a state -> what it is called where it is missing."""
 
 
 class TorchOptimEngine:
@@ -46,6 +54,7 @@ class TorchOptimEngine:
     clip: largest global gradient norm, or None; `knobs.clip_factor` scales it.
     """
 
+    name: str
     per_micro_step = False
     per_rank: tuple[str, ...] = ("buffers",)
 
@@ -132,6 +141,11 @@ class TorchOptimEngine:
         """Parts that n ranks hold alike count 1/n on each."""
         return self._sums(self._params).sum()
 
+    def mismatched_weights(self) -> list[str]:
+        """None: the optimizer steps the parameters themselves; autocast and FSDP2's mixed precision cast them anew for
+        every forward."""
+        return []
+
     def abandon(self) -> None:
         self._abandon_window()
         self._clear_gradients()
@@ -182,9 +196,10 @@ class TorchOptimEngine:
         return pieces_of(self.module, state)
 
     @torch.no_grad()
-    def frame(self, source: EngineState) -> EngineState:
-        self._refuse(self._differences(source, sharded_alike=False))
-        return frame_of(self.module, source)
+    def frame(self, source: EngineState, allow_missing: Collection[str] = ()) -> EngineState:
+        whole, kept = self.complete(source, allow_missing)
+        self._refuse(self._differences(whole, sharded_alike=False))
+        return frame_of(self.module, source, kept)
 
     # --- capture and restore --------------------------------------------------------------------------------
 
@@ -216,6 +231,38 @@ class TorchOptimEngine:
                 "schedule_start": self._schedule_start,
             },
         }
+
+    def optional_parts(self) -> tuple[str, ...]:
+        return ("moments", "schedulers", *(BUFFER + name for name in persistent_buffers(self.module)))
+
+    @torch.no_grad()
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        """Without a saved schedule the group options (the LR among them) are the state's all the same, with what only this
+        schedule keeps there beside them, until the schedule's next step."""
+        refuse_unknown(allow_missing, self.optional_parts(), self.name)
+        lacks = [part for part in allow_missing if self._lacks(state, part)]
+        live, whole = self.live() if lacks else {}, dict(state)
+        for part in lacks:
+            if part == "moments":
+                whole["optimizer"] = {**whole["optimizer"], "state": freeze(live["optimizer"]["state"])}
+            elif part == "schedulers":
+                whole["schedule"] = freeze(live["schedule"])
+                whole["counters"] = {**state["counters"], "schedule_start": self._schedule_start}
+                whole["optimizer"] = _with_options(whole["optimizer"], live["optimizer"]["groups"])
+            else:
+                name = part.removeprefix(BUFFER)
+                whole["buffers"] = {**whole["buffers"], name: freeze(live["buffers"][name])}
+        return whole, tuple(lacks)
+
+    def _lacks(self, state: EngineState, part: str) -> bool:
+        """Whether an optional part is missing in a state that otherwise says enough to go on without it."""
+        optimizer, buffers = state.get("optimizer"), state.get("buffers")
+        if part == "moments":
+            return optimizer is not None and "state" not in optimizer
+        if part == "schedulers":
+            there = state.get("schedule") or (self.scheduler is None and "schedule" in state)
+            return not there and optimizer is not None and "counters" in state
+        return buffers is not None and part.removeprefix(BUFFER) not in buffers
 
     @torch.no_grad()
     def restore(self, state: EngineState) -> None:
@@ -284,17 +331,17 @@ class TorchOptimEngine:
     @staticmethod
     def _refuse(differences: list[str]) -> None:
         if differences:
-            more = len(differences) - _SHOWN
-            lines = differences[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            raise CheckpointError("this state does not belong to this engine:\n  " + "\n  ".join(lines))
+            raise CheckpointError(report("this state does not belong to this engine:", differences))
 
     def _differences(self, state: EngineState, sharded_alike: bool = True) -> list[str]:
         """What stops `state` from being restored here, one readable line each. Reads only.
 
         sharded_alike: False for a state of another world, whose tensors may be other parts of the same wholes."""
-        missing = [key for key in ("params", "buffers", "optimizer", "schedule", "counters") if key not in state]
+        missing = [name for key, name in _PARTS.items() if key not in state]
+        if "optimizer" in state and "state" not in state["optimizer"]:
+            missing.append("moments")
         if missing:
-            return [f"part '{key}' is missing" for key in missing]
+            return [f"part '{name}' is missing" for name in missing]
         found = _tensor_differences("parameter", state["params"], self._params, sharded_alike)
         persistent = persistent_buffers(self.module)
         buffers = {name: b for name, b in state["buffers"].items() if name in persistent}
@@ -306,11 +353,8 @@ class TorchOptimEngine:
         if len(groups) != len(self._group_names):
             found.append(f"parameter groups: {len(groups)} in the state, {len(self._group_names)} here")
         for i, (saved, live) in enumerate(zip(groups, self._group_names, strict=False)):
-            if list(saved) != list(live):
-                only = sorted(set(saved) ^ set(live))
-                found.append(
-                    f"parameter group {i}: " + (f"differs in {', '.join(only[:4])}" if only else "other order")
-                )
+            if difference := group_difference(saved, live):
+                found.append(f"parameter group {i}: {difference}")
         theirs = state["schedule"]["class"] if state["schedule"] else "none"
         ours = type(self.scheduler).__name__ if self.scheduler is not None else "none"
         if theirs != ours:
@@ -424,6 +468,15 @@ def _names_by_group(params: dict[str, nn.Parameter], optimizer: Optimizer) -> li
             "Build the optimizer from the model after wrapping or sharding it: fully_shard replaces the parameters"
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _with_options(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An optimizer's saved state whose groups have the options, too, that only these groups have."""
+    if len(saved["groups"]) != len(groups):
+        return dict(saved)  # refused as it is
+    pairs = zip(saved["groups"], groups, strict=True)
+    merged = [{**theirs, "options": {**freeze(ours["options"]), **theirs["options"]}} for theirs, ours in pairs]
+    return {**saved, "groups": merged}
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,9 @@ class EngineProxy:
     def weight_sq_share(self) -> torch.Tensor:
         return self.inner.weight_sq_share()
 
+    def mismatched_weights(self) -> list[str]:
+        return self.inner.mismatched_weights()
+
     def apply(self, grad_norm: float | None, knobs: Knobs) -> None:
         self.inner.apply(grad_norm, knobs)
 
@@ -112,8 +115,14 @@ class EngineProxy:
     def pieces(self, state: EngineState) -> list[Piece]:
         return self.inner.pieces(state)
 
-    def frame(self, source: EngineState) -> EngineState:
-        return self.inner.frame(source)
+    def optional_parts(self) -> tuple[str, ...]:
+        return self.inner.optional_parts()
+
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        return self.inner.complete(state, allow_missing)
+
+    def frame(self, source: EngineState, allow_missing: Collection[str] = ()) -> EngineState:
+        return self.inner.frame(source, allow_missing)
 
     def close(self) -> None:
         self.inner.close()

@@ -38,6 +38,7 @@ from resilient.coordinator.judge import Judge
 from resilient.coordinator.other_world import OtherWorld
 from resilient.coordinator.outer import Outer
 from resilient.detectors import DetectorConfig, build_monitor
+from resilient.engines.absent import refuse_unknown
 from resilient.engines.base import Engine
 from resilient.errors import CheckpointError, ConfigError, ExitCode, ResilientError
 from resilient.incidents.nan_origin import OriginProbe
@@ -96,6 +97,7 @@ class Guard:
         self.policy = _policy(policy)
         guard = guard or GuardConfig()
         checkpoint = checkpoint or CheckpointConfig()
+        refuse_unknown(checkpoint.allow_missing, engine.optional_parts(), engine.name)
         exchange = exchange or Exchange(engine.device, guard.exchange_timeout_s, mode=guard.exchange_mode)
         self.rank, self.world = exchange.rank, exchange.world_size
         _no_one_way_data(data)
@@ -160,7 +162,14 @@ class Guard:
         self._refit = None
         if store is not None and checkpoint.elastic and isinstance(store.storage, LocalStorage):
             self._refit = OtherWorld(
-                store.folder, engine, feed, judge, rank=self.rank, world=self.world, tell=self._coordinator.event
+                store.folder,
+                engine,
+                feed,
+                judge,
+                rank=self.rank,
+                world=self.world,
+                tell=self._coordinator.event,
+                allow_missing=checkpoint.allow_missing,
             )
         self._on_no_valid_checkpoint = on_no_valid_checkpoint
         self._begun = False
@@ -219,8 +228,28 @@ class Guard:
         self._coordinator.probe(attention_entropy, attention_logit_max)
 
     def checkpoint(self) -> None:
-        """Save at the next point where optimizer, schedule, counters and data agree. Harmless from one rank alone."""
+        """Save at the end of this step, on all ranks. Call it from one rank or several: the request travels with the step, and
+        nobody waits for a rank that did not ask. In a run that is not guarded it does nothing, and says so: see `save`."""
         self._coordinator.request_checkpoint()
+
+    def save(self) -> bool:
+        """Save the state of step `applied` now, and wait until it is on disk. Call it on every rank at the same place, where
+        `step()` has returned True; collective.
+
+        True on all ranks: it is on disk. False on all of them: it could not be written, or there is no consistent state now
+        (a step is still under way on some rank: it is saved at its end). A warning in the journal says why; training goes on.
+
+        Raises CheckpointError, on the ranks that called it, when others do not come within 8 s (or `exchange_timeout_s`, if that
+        is shorter), naming them: nothing was saved, and a loop may catch it and train on. ConfigError without a run directory
+        or before the start.
+        After something that only some ranks do, which may take longer, put a dist.barrier() before it."""
+        try:
+            return self._coordinator.save()
+        except CheckpointError:
+            raise
+        except ResilientError as error:
+            self.leave_verdict(error.exit_code, f"{type(error).__name__}: {error}")
+            raise
 
     def leaving(self) -> bool:
         """Ask now and then in a long evaluation, on all ranks at the same place: True on all of them as soon as any was asked
@@ -301,9 +330,16 @@ class Guard:
     ) -> dict[str, Any]:
         """Write the last checkpoint, the summary and, for `done`, the verdict. status: done | stopped | preempted | failed. Collective when `save`.
 
+        Ranks that are missing there are named in a warning after 8 s and waited for until the exchange gives up; then
+        ExchangeFailed names them, and nothing was saved.
+
         Returns the summary on rank 0, {} elsewhere or without a run directory."""
         if save:
-            self._coordinator.save_final()
+            try:
+                self._coordinator.save_final()
+            except ResilientError as error:
+                self.leave_verdict(error.exit_code, f"{type(error).__name__}: {error}")
+                raise
         counters = {
             k: v for k, v in self.counters.as_dict().items() if k not in ("policy", "excluded", "window_samples")
         }

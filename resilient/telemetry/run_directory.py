@@ -38,6 +38,7 @@ START_KEYS = (
     "run.on_config_change",
     "run.on_no_valid_checkpoint",
     "run.checkpoint.elastic",
+    "run.checkpoint.allow_missing",
 )
 """How to start, not what to train: today's value counts, and a change is no difference."""
 

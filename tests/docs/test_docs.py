@@ -86,7 +86,7 @@ def leaves(node: Any, path: str) -> Iterator[str]:
     elif isinstance(node, list) and node and isinstance(node[0], dict):
         for item in node:
             yield from leaves(item, f"{path}[]")
-    elif node != []:
+    else:
         yield path
 
 
@@ -103,7 +103,8 @@ def conf_keys() -> set[str]:
         group = path.parent.name
         if group != "experiment":  # sets keys of the others
             keys.update(leaves(choice(path), group))
-    return keys
+    listed = {key.split("[]")[0] for key in keys if "[]" in key}
+    return keys - listed  # such a list may be empty in one file
 
 
 def documented_keys() -> set[str]:

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 
 from resilient.checkpoint.digest import state_digest, walk
+from resilient.checkpoint.pieces import node, show
+from resilient.checkpoint.reshape import SourcePart
 from resilient.checkpoint.rng import capture_rng, restore_rng
 from resilient.engines.base import Engine, EngineState, Taps
-from resilient.errors import CheckpointError
+from resilient.engines.pieces import state_from
+from resilient.errors import CheckpointError, ConfigError
 from resilient.faults.reduced import reduced_pieces
 from resilient.signals import Knobs
 from tests.engines.models import Setup, batch, build_model, loss_of
@@ -632,6 +635,195 @@ def check_refuses_foreign_state(adapter: Adapter, rank: int, world: int) -> None
     assert_same(before, leaves(engine.capture()), "a refused restore")
     engine.close()
     other.close()
+
+
+def check_weights_are_the_cast(adapter: Adapter, rank: int, world: int) -> None:
+    """BR-08: weights are the cast of their masters, fresh, trained and restored. A state in which a single element of a
+    master or of a weight is off is named, on the rank that holds it, and on no other; NaN is no difference."""
+    for precision in adapter.precisions:
+        setup = Setup(precision=precision, tied=True, groups=True, unused=True)  # type: ignore[arg-type]
+        engine = adapter.make(setup, rank, world)
+        assert engine.mismatched_weights() == [], f"{precision}, fresh"
+        start = engine.capture()
+        train(engine, setup, [0, 1], rank)
+        assert engine.mismatched_weights() == [], f"{precision}, trained"
+        state = engine.capture()
+        engine.restore(start)
+        assert engine.mismatched_weights() == [], f"{precision}, back at the start"
+        engine.restore(state)
+        assert engine.mismatched_weights() == [], f"{precision}, restored"
+        held = engine.pieces(state)
+        masters = [piece for piece in held if piece.path[0] == "masters"]
+        if not masters:
+            with torch.no_grad():
+                next(engine.module.parameters()).mul_(2.0)
+            assert engine.mismatched_weights() == [], f"{precision}: there are no masters to be apart from"
+            engine.close()
+            continue
+        for master in (masters[0], masters[-1]):
+            name = master.name.removeprefix("masters/")
+            weight = next(p for p in held if p.path[0] == "parameters" and p.name == f"parameters/{name}")
+            last = master.elements - 1
+            at = master.offset[0] + last
+            places = {
+                "master": (master.path, master.start + last),
+                "weight": (weight.path, weight.start + at - weight.offset[0]),
+            }
+            for what, (path, place) in places.items():
+                spoilt = engine.capture()
+                if rank == world - 1:
+                    values = node(spoilt, path).view(-1)
+                    values[place] = values[place] * 1.25 + 0.25
+                engine.restore(spoilt)
+                lines = engine.mismatched_weights()
+                case = f"{precision}, {what} of {name}: {lines}"
+                assert len(lines) == (rank == world - 1), case
+                for line in lines:
+                    assert f"rank {rank}: the weights of {name} " in line, case
+                    assert "1 of the " in line and f"first element {at} " in line, case
+                engine.restore(state)
+            spoilt = engine.capture()
+            for path, place in places.values():
+                node(spoilt, path).view(-1)[place] = math.nan
+            _other_bits(node(spoilt, places["weight"][0]).view(-1), places["weight"][1])
+            engine.restore(spoilt)
+            assert engine.mismatched_weights() == [], f"{precision}: NaN"
+            engine.restore(state)
+        assert engine.mismatched_weights() == [], f"{precision}, restored again"
+        engine.close()
+
+
+def _other_bits(values: torch.Tensor, place: int) -> None:
+    """The same NaN with another sign."""
+    bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    bits[place] ^= torch.iinfo(bits.dtype).min
+
+
+def without(state: EngineState, *parts: str) -> EngineState:
+    """A state as if it had been saved without these parts, named as `Engine.optional_parts` does."""
+    lacking = dict(state)
+    for part in parts:
+        name = part.removeprefix("buffers/")
+        if name != part:
+            lacking["buffers"] = {key: value for key, value in lacking["buffers"].items() if key != name}
+            if "layout" in lacking:
+                lacking["layout"] = {key: text for key, text in lacking["layout"].items() if key != f"buffer {name}"}
+        elif part == "moments" and "optimizer" in lacking:
+            lacking["optimizer"] = {key: value for key, value in lacking["optimizer"].items() if key != "state"}
+        else:
+            del lacking["schedule" if part == "schedulers" and "schedule" in lacking else part]
+    return lacking
+
+
+def another_world_may_lack(engine: Engine, sources: Sequence[SourcePart], rank: int, world: int) -> None:
+    """Parts of another world that lack all they may: refused with a reason and nothing touched, or those stay as they are."""
+    optional, before = engine.optional_parts(), leaves(engine.capture())
+    places = tuple(path.lstrip("/") for part in optional for path in _PLACES[part])
+    lacking = [
+        SourcePart(
+            s.rank, without(dict(s.state), *optional), [p for p in s.pieces if not show(p.path).startswith(places)]
+        )
+        for s in sources
+    ]
+    try:
+        state_from(lacking, engine, rank, world, optional[1:])
+    except CheckpointError as error:
+        assert f"part '{optional[0]}' is missing" in str(error), error
+    else:
+        raise AssertionError(f"parts without {optional[0]} were accepted")
+    assert_same(before, leaves(engine.capture()), "a refused state of another world")
+    state = state_from(lacking, engine, rank, world, optional)
+    whole, kept = engine.complete(state, optional)
+    assert kept == optional, kept
+    engine.restore(whole)
+    after, weights = leaves(engine.capture()), leaves(state_from(sources, engine, rank, world))
+    stays = tuple(path for part in optional for path in _PLACES[part])
+    for path, value in after.items():
+        assert_same({path: (before if path.startswith(stays) else weights)[path]}, {path: value}, "of another world")
+
+
+_PLACES = {
+    "moments": ("/optimizer/state/", "/moments/"),
+    "schedulers": ("/schedule/", "/schedulers/"),
+    "scaler": ("/scaler/",),
+    "buffers/centre.mean": ("/buffers/centre.mean",),
+}
+
+
+def check_what_a_state_may_lack(adapter: Adapter, rank: int, world: int) -> None:
+    """BR-09: a part that is missing is refused, with nothing touched, unless it was named: then it alone stays as it is."""
+    for precision in dict.fromkeys((adapter.precisions[0], adapter.precisions[-1])):
+        setup = Setup(precision=precision, groups=True)  # type: ignore[arg-type]
+        engine, fresh = adapter.make(setup, rank, world), adapter.make(setup.but(seed=9), rank, world)
+        train(engine, setup, [0, 1], rank)
+        train(fresh, setup, [5], rank)
+        state, start = engine.capture(), fresh.capture()
+        wanted, before = leaves(state), leaves(start)
+        optional = fresh.optional_parts()
+        assert set(optional) == set(_PLACES) - ({"scaler"} - set(optional)), optional
+
+        for wrong, near in (("schedular", "schedulers"), ("buffers/center.mean", "buffers/centre.mean")):
+            try:
+                fresh.complete(state, ("moments", wrong))
+            except ConfigError as error:
+                assert wrong in str(error) and f"did you mean '{near}'" in str(error), error
+            else:
+                raise AssertionError(f"{wrong} was accepted as the name of a part")
+        assert fresh.complete(state, optional) == (state, ()), "what the state has is its own"
+
+        for part in optional:
+            others = tuple(name for name in optional if name != part)
+            lacking, names = without(state, part), (part, part.removeprefix("buffers/"))
+            for allowed in ((), others):
+                try:
+                    fresh.restore(fresh.complete(lacking, allowed)[0])
+                except CheckpointError as error:
+                    assert any(name in str(error) for name in names), error
+                else:
+                    raise AssertionError(f"a state without {part} was accepted where only {allowed} may be missing")
+            assert_same(before, leaves(fresh.capture()), f"{precision}: a refused state without {part}")
+
+        for parts in ((part,) for part in optional) if world == 1 else (optional,):
+            whole, kept = fresh.complete(without(state, *parts), optional)
+            assert kept == parts, (kept, parts)
+            assert_same(before, leaves(fresh.capture()), "completing a state")
+            train(fresh, setup, [6], rank)  # what was kept is frozen
+            fresh.restore(whole)
+            stays = tuple(place for part in parts for place in _PLACES[part])
+            expected = {
+                **{path: value for path, value in wanted.items() if not path.startswith(stays)},
+                **{path: value for path, value in before.items() if path.startswith(stays)},
+            }
+            assert_same(expected, leaves(fresh.capture()), f"{precision}: restored without {parts}")
+            train(fresh, setup, [7], rank)
+            fresh.restore(start)
+        engine.close()
+        fresh.close()
+
+
+def check_a_schedule_that_is_new(adapter: Adapter, rank: int, world: int) -> None:
+    """A state that was saved without a schedule, where there is one now: refused, or the schedule stays where it is."""
+    setup = Setup(groups=True)
+    plain, fresh = adapter.make(setup.but(scheduled=False), rank, world), adapter.make(setup, rank, world)
+    train(plain, setup, [0, 1], rank)
+    state, before = plain.capture(), leaves(fresh.capture())
+    try:
+        fresh.restore(fresh.complete(state, ("moments",))[0])
+    except CheckpointError as error:
+        assert "none in the state, ExponentialLR here" in str(error), error
+    else:
+        raise AssertionError("a state without a schedule was accepted")
+    assert_same(before, leaves(fresh.capture()), "a refused state without a schedule")
+    whole, kept = fresh.complete(state, ("schedulers",))
+    fresh.restore(whole)
+    assert kept == ("schedulers",) and fresh.counters().steps == 2
+    assert fresh.counters().schedule == 0 and fresh.lr() == setup.lr, (fresh.counters(), fresh.lr())
+    a, b = adapter.full_parameters(plain), adapter.full_parameters(fresh)
+    assert_same(a, b, "parameters of a state without a schedule")
+    train(fresh, setup, [2], rank)
+    assert fresh.counters().schedule == 1 and abs(fresh.lr() / (setup.lr * setup.gamma) - 1) < 1e-12, fresh.lr()
+    plain.close()
+    fresh.close()
 
 
 def check_evaluation_between(adapter: Adapter, rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import pytest
@@ -162,6 +163,25 @@ class RestoreTouchesBeforeRefusing(DDPEngine):
         super().restore(state)
 
 
+class CompletesWithoutBeingAsked(DDPEngine):
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        return super().complete(state, {*allow_missing, "moments"})[0], ()
+
+
+class CompletesWithLiveTensors(DDPEngine):
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        whole, kept = super().complete(state, allow_missing)
+        return ({**whole, "buffers": self.live()["buffers"]} if "buffers/centre.mean" in kept else whole), kept
+
+
+class NewScheduleForgotten(DDPEngine):
+    """The counters of the state that knew no schedule."""
+
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        whole, kept = super().complete(state, allow_missing)
+        return {**whole, "counters": state["counters"]}, kept
+
+
 class ChecksSums(DDPEngine):
     """Takes what a rank sends for its part of a sum, not of the mean."""
 
@@ -190,6 +210,11 @@ class ReplicasByRank(DDPEngine):
 class ReplicasOfNothing(DDPEngine):
     def replica_digests(self, kind: str) -> dict[str, torch.Tensor]:
         return {name: torch.zeros_like(digest) for name, digest in super().replica_digests(kind).items()}
+
+
+class CriesWolf(DDPEngine):
+    def mismatched_weights(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters()]
 
 
 @dataclass(frozen=True)
@@ -224,6 +249,10 @@ FAULTS = [
     (RestoreForgetsSchedule, "check_counters"),
     (RestoreKeepsGradients, "check_abandoned_window"),
     (RestoreTouchesBeforeRefusing, "check_refuses_foreign_state"),
+    (CriesWolf, "check_weights_are_the_cast"),
+    (CompletesWithoutBeingAsked, "check_what_a_state_may_lack"),
+    (CompletesWithLiveTensors, "check_what_a_state_may_lack"),
+    (NewScheduleForgotten, "check_a_schedule_that_is_new"),
 ]
 
 

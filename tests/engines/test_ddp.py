@@ -280,6 +280,31 @@ def test_a_refused_state_says_what_differs() -> None:
         engine.restore({key: value for key, value in engine.capture().items() if key != "optimizer"})
 
 
+def test_parameter_groups_are_told_apart_by_name() -> None:
+    """Groups of the same sizes with other parameters in them would load without a complaint, and step the wrong ones."""
+
+    def grouped(*groups: tuple[str, ...]) -> DDPEngine:
+        module = build_model(SETUP)
+        named = dict(module.named_parameters())
+        members = [[named[name] for name in group] for group in groups]
+        rest = [p for name, p in named.items() if not any(name in group for group in groups)]
+        return DDPEngine(module, torch.optim.AdamW([{"params": m} for m in (*members, rest)]))
+
+    weight, bias = "blocks.0.norm.weight", "blocks.0.norm.bias"
+    engine = grouped((weight,), (bias,))
+    before = contract.leaves(engine.capture())
+    with pytest.raises(CheckpointError) as caught:
+        engine.restore(grouped((bias,), (weight,)).capture())
+    for words in (
+        f"parameter group 0: {bias} only in the state; {weight} only here",
+        f"parameter group 1: {weight} only in the state; {bias} only here",
+    ):
+        assert words in str(caught.value), str(caught.value)
+    with pytest.raises(CheckpointError, match="parameter group 0: the same parameters in another order"):
+        grouped((weight, bias)).restore(grouped((bias, weight)).capture())
+    contract.assert_same(before, contract.leaves(engine.capture()), "refused states")
+
+
 def test_parameters_outside_the_groups_and_frozen_ones() -> None:
     """They are captured; a gradient nobody steps on still counts in the norm and does not pile up."""
     module = build_model(SETUP)

@@ -20,7 +20,7 @@ from resilient.engines.deepspeed import DeepSpeedEngine, export
 from resilient.engines.deepspeed.pieces import pieces_of
 from resilient.engines.pieces import state_from
 from resilient.errors import CheckpointError
-from tests.engines.contract import assert_same, leaves, train, window
+from tests.engines.contract import another_world_may_lack, assert_same, leaves, train, window
 from tests.engines.models import Setup
 from tests.engines.test_deepspeed import FP32_GRADIENTS, DeepSpeedAdapter, unguarded, warm_up
 from tests.ranks import run_ranks
@@ -202,6 +202,7 @@ def continued(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None
         adapter = DeepSpeedAdapter(stage, settings=settings)
         engine = adapter.make(setup, rank, world)
         try:
+            another_world_may_lack(engine, sources, rank, world)
             restored_exactly(engine, sources, rank, world)
             agrees_with_plain(engine, adapter, setup, Path(folder, f"{number}-plain"), rank, world)
         except Exception as error:

@@ -95,6 +95,18 @@ def test_any_world_into_any_other(saved: Path) -> None:
     run_pooled(moves, 4, saved, chained)
 
 
+def lacking(rank: int, world: int, saved: Path) -> None:
+    for source, kind in (("fsdp2-4", "fsdp2"), ("ddp-4", "fsdp2"), ("hsdp-4", "ddp")):
+        engine = build(kind, OTHER, world)
+        contract.train(engine, SETUP, range(2), rank)
+        contract.another_world_may_lack(engine, load(saved / source), rank, world)
+
+
+@pytest.mark.timeout(120)
+def test_another_world_may_lack_what_was_named(saved: Path) -> None:
+    run_pooled(lacking, 2, saved)
+
+
 def one_of_eight(kind: str, rank: int, folder: Path) -> None:
     """Rank `rank` of 8, without the others: no communication is needed for a state of another world."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from resilient import faults
 from resilient.checkpoint.config import CheckpointConfig, SnapshotConfig
@@ -18,8 +20,9 @@ from resilient.checkpoint.rng import capture_rng
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.events import Incident, StepReport
 from resilient.detectors.config import DetectorConfig
-from resilient.engines.base import EngineConfig
+from resilient.engines.base import Engine, EngineConfig
 from resilient.engines.build import build_engine
+from resilient.engines.fsdp2 import FSDP2Engine
 from resilient.integrations.guard import Guard
 from resilient.policies import PolicyConfig, RetryConfig, RollbackConfig, SkipConfig
 from resilient.train.data import DataConfig, TokenStream
@@ -40,7 +43,7 @@ ROLL_BACK_AT_ONCE = PolicyConfig(
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `engine`: ddp | fsdp2 | zero0..zero3."""
+    """One run. `engine`: ddp | fsdp2 | hsdp (two replicas of the shards, which no configuration asks for) | zero0..zero3."""
 
     engine: str = "ddp"
     precision: str = "fp32"
@@ -116,20 +119,19 @@ def seed(value: int) -> None:
     torch.manual_seed(value)
 
 
-def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[Exception] | None = None) -> Outcome:
-    """Train on this rank. tweak(guard, engine): a last change before the first batch. raises: an expected end."""
-    seed(job.seed)
-    data = DataConfig(
-        name="synthetic",
-        seq_len=job.seq_len,
-        micro_batch=job.micro_batch,
-        accumulation=job.accumulation,
-        num_workers=job.workers,
-        max_bytes=60_000,
-    )
-    stream = TokenStream(data, seed=job.seed, rank=rank, world=world)
+def _engine(job: Job, world: int) -> Engine:
+    if job.engine == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        model = GPT(job.model)
+        policy = MixedPrecisionPolicy()
+        if job.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        optimizer = make_optimizer(model, job.optim)
+        return FSDP2Engine(model, optimizer, make_scheduler(optimizer, job.optim, job.schedule), clip=1.0)
     zero = job.engine.startswith("zero")
-    engine = build_engine(
+    return build_engine(
         EngineConfig(
             name="deepspeed" if zero else job.engine,  # type: ignore[arg-type]
             zero_stage=int(job.engine[-1]) if zero else 0,
@@ -142,9 +144,24 @@ def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[
         make_scheduler=lambda optimizer: make_scheduler(optimizer, job.optim, job.schedule),
         clip=1.0,
         accumulation=job.accumulation,
-        micro_batch=data.micro_batch,
+        micro_batch=job.micro_batch,
         device=torch.device("cpu"),
     )
+
+
+def run_job(job: Job, rank: int, world: int, *, tweak: Any = None, raises: type[Exception] | None = None) -> Outcome:
+    """Train on this rank. tweak(guard, engine): a last change before the first batch. raises: an expected end."""
+    seed(job.seed)
+    data = DataConfig(
+        name="synthetic",
+        seq_len=job.seq_len,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        num_workers=job.workers,
+        max_bytes=60_000,
+    )
+    stream = TokenStream(data, seed=job.seed, rank=rank, world=world)
+    engine = _engine(job, world)
     seed(job.seed + 1 + rank)
     guard: Guard | None = None
     engine, source, objective = faults.install(

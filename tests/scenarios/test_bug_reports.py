@@ -1,9 +1,10 @@
-"""Bug reports of others, replayed against a guarded job: BR-01, BR-02, BR-05, and the shuffle mismatch of S18."""
+"""Bug reports of others, replayed against a guarded job: BR-01, BR-02, BR-05, BR-08, and the shuffle mismatch of S18."""
 
 from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from resilient.checkpoint.config import CheckpointConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.detectors import DetectorConfig, build_detectors
+from resilient.engines.deepspeed import DeepSpeedEngine
 from resilient.errors import StopRequested
 from resilient.policies import PolicyConfig, RetryConfig, RollbackConfig, SkipConfig
-from tests.ranks import run_pooled
-from tests.scenarios.harness import Job, Outcome, run_job, seed
+from tests.ranks import run_pooled, run_ranks
+from tests.scenarios.harness import ROLL_BACK_AT_ONCE, Job, Outcome, run_job, same_training, seed
 from tests.scenarios.test_own_loop import batches, build, guarded, loss_sum
 
 pytestmark = pytest.mark.timeout(180)
@@ -131,6 +134,82 @@ def test_br05_runs_of_different_engines_can_be_laid_beside_each_other() -> None:
     assert (
         first_difference(seen["fsdp2"], seen["fsdp2 in bf16"], 0.2) is None
     )  # and it is precision, not another quantity
+
+
+# -- BR-08: weights loaded without their masters ----------------------------------------------------------------------------
+
+
+def weights_alone(rank: int, world: int, engine: str, precision: str, folder: str, proof: bool) -> dict[str, Outcome]:
+    """Behind step 6, before anything is kept of it, other weights are put into the model of rank 1, and its masters know
+    nothing of it. One run goes back (NaN in step 8), another ends there and starts again. proof: False leaves out what
+    tells them apart."""
+    real = DeepSpeedEngine.mismatched_weights
+    if not proof:
+        DeepSpeedEngine.mismatched_weights = lambda self: []  # type: ignore[method-assign]
+    try:
+        job = Job(
+            engine=engine,
+            precision=precision,
+            steps=10,
+            policy=ROLL_BACK_AT_ONCE,
+            checkpoint=CheckpointConfig(every=3, blocking=True),
+        )
+        nan = {"kind": "nan", "step": 8, "rank": 0, "place": "loss"}
+        again = job.with_(run_dir=f"{folder}/run")
+        return {
+            "twin": run_job(job, rank, world),
+            "back": run_job(job.with_(fault=nan), rank, world, tweak=put_in_after_step_6),
+            "ends": run_job(again.with_(steps=6), rank, world, tweak=put_in_after_step_6),
+            "resumed": run_job(again, rank, world),
+        }
+    finally:
+        DeepSpeedEngine.mismatched_weights = real  # type: ignore[method-assign]
+
+
+def put_in_after_step_6(guard: Any, engine: Any) -> None:
+    """Once: the replay of step 6 is left alone."""
+    apply, due = engine.apply, [guard.rank == 1]
+
+    def and_load(grad_norm: float | None, knobs: Any) -> None:
+        apply(grad_norm, knobs)
+        if guard.step_index == 6 and any(due):
+            due.clear()
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    engine._stage.parameter(parameter).mul_(1.25)
+
+    engine.apply = and_load
+
+
+CASES = [
+    ("zero2", "bf16"),
+    pytest.param(("zero0", "bf16"), marks=pytest.mark.slow),
+    pytest.param(("zero1", "fp16"), marks=pytest.mark.slow),
+    pytest.param(("zero3", "bf16"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_br08_weights_that_are_not_the_cast_of_their_masters_are_never_gone_on_from(
+    tmp_path: Path, case: tuple[str, str]
+) -> None:
+    for seen in run_ranks(weights_alone, 2, *case, str(tmp_path), True, timeout=170):
+        assert [(i.action, i.target_step) for i in seen["back"].incidents] == [("rollback", 3)]
+        assert [f["step"] for kind, f in seen["resumed"].events if kind == "resume"] == [3]
+        for ended in ("back", "resumed"):
+            told = [f["message"] for kind, f in seen[ended].events if kind == "warning"]
+            told = [message for message in told if "the state of step 6 cannot be restored: rank 1: " in message]
+            assert told and all("not the cast of their masters" in m and "elements" in m for m in told), told
+        assert same_training(seen["twin"], seen["back"]) == []
+        assert (seen["resumed"].digest, seen["resumed"].rng) == (seen["twin"].digest, seen["twin"].rng)
+
+
+def test_br08_without_the_proof_the_run_goes_on_from_them(tmp_path: Path) -> None:
+    """The control: the digests prove the copy alone, and step 7 is taken with weights that no optimizer has made."""
+    for seen in run_ranks(weights_alone, 2, "zero2", "bf16", str(tmp_path), False, timeout=170):
+        assert [(i.action, i.target_step) for i in seen["back"].incidents] == [("rollback", 6)]
+        assert [f["step"] for kind, f in seen["resumed"].events if kind == "resume"] == [6]
+        assert seen["resumed"].losses()[7] != seen["twin"].losses()[7]
 
 
 # -- S18: a torch DataLoader whose sampler differs on one rank ------------------------------------------------------------

@@ -92,7 +92,10 @@ CASES = [
     ("zero2", "fp16", 2),
     ("zero3", "fp32", 2),
     ("zero3", "bf16", 0),
+    ("hsdp", "fp32", 0),
+    ("hsdp", "bf16", 2),
 ]
+WORLDS = {"hsdp": 4}  # two replicas of two shards
 QUICK = {("ddp", "fp32", 0), ("fsdp2", "fp32", 2), ("zero2", "bf16", 2)}
 
 
@@ -101,7 +104,7 @@ QUICK = {("ddp", "fp32", 0), ("fsdp2", "fp32", 2), ("zero2", "bf16", 2)}
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
 )
 def test_three_in_a_row_leave_no_trace(tmp_path: Path, case: tuple[str, str, int]):
-    for rank, problems in enumerate(run_ranks(chained, 2, *case, str(tmp_path), timeout=230)):
+    for rank, problems in enumerate(run_ranks(chained, WORLDS.get(case[0], 2), *case, str(tmp_path), timeout=230)):
         assert not problems, f"rank {rank}: {problems}"
 
 

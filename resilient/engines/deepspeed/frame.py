@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from resilient.engines.absent import BUFFER, report
 from resilient.engines.base import EngineState
-from resilient.engines.deepspeed.layout import differences, layout_of, missing_parts, report, shape_of
+from resilient.engines.deepspeed.layout import differences, layout_of, missing_parts, shape_of
 from resilient.engines.deepspeed.pieces import Span, describe, is_sharded, labelled_spans, per_element
 from resilient.engines.deepspeed.stages import Stage
 from resilient.errors import CheckpointError
@@ -21,10 +22,13 @@ PER_RANK = ("layout", "spans", "buffers")
 
 
 @torch.no_grad()
-def frame_of(engine: Engine, stage: Stage, schedulers: list[Any], source: EngineState) -> EngineState:
+def frame_of(
+    engine: Engine, stage: Stage, schedulers: list[Any], source: EngineState, absent: Collection[str] = ()
+) -> EngineState:
     """Zeros where pieces say what goes (fill in every piece of `pieces_of` it, then restore it), buffers as they are here,
     and all else from `source`: rank 0's state, of which options, schedules, loss scaler, counters and plain values of the
-    optimizer (step counts) are those of every rank.
+    optimizer (step counts) are those of every rank. absent: parts of the source that were completed from this engine: the
+    frame is without them.
 
     CheckpointError, with what differs, if the source is of another model, stage, precision, optimizer or schedule."""
     lines = missing_parts(source)
@@ -35,13 +39,20 @@ def frame_of(engine: Engine, stage: Stage, schedulers: list[Any], source: Engine
         "spans": dict(description.spans),
         "shared": dict(description.shared),
         "parameters": {name: _room(stage.parameter(p)) for name, p in engine.module.named_parameters()},
-        "buffers": {name: b.detach().to("cpu", copy=True) for name, b in engine.module.named_buffers()},
+        "buffers": {
+            name: b.detach().to("cpu", copy=True)
+            for name, b in engine.module.named_buffers()
+            if BUFFER + name not in absent
+        },
         "masters": {m.label: _room(m.tensor) for m in masters if not m.alias},
     }
     lines += differences(frame["layout"], source["layout"], anywhere=True).values()
     if lines:
         raise CheckpointError(report("the state does not fit this engine, in any world:", lines))
-    frame["moments"] = {m.label: _moments(frame, m.label, source) for m in masters}
+    for part in absent:
+        frame.pop(part, None)
+    if "moments" not in absent:
+        frame["moments"] = {m.label: _moments(frame, m.label, source) for m in masters}
     return frame
 
 

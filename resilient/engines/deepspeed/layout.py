@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from resilient.engines.absent import group_difference
 from resilient.engines.base import EngineState
 from resilient.engines.deepspeed.stages import HalfStage, Stage
 from resilient.engines.deepspeed.zero import Bf16Stage, PartitionedStage, ShardedStage
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine as Engine
 
 PARTS = ("layout", "parameters", "buffers", "masters", "spans", "shared", "groups", "counters")
-OPTIONAL = ("moments", "schedulers", "scaler")  # parts that a state may lack where `allow_missing` says so
-_SHOWN = 12  # lines of a report of differences
+SCHEDULES = "LR schedules"  # entry of a layout
+OPTIONAL = ("moments", "schedulers", "scaler")  # parts that a state may lack where its user says so
 
 
 def layout_of(engine: Engine, stage: Stage, schedulers: list[Any]) -> dict[str, str]:
@@ -31,7 +32,7 @@ def layout_of(engine: Engine, stage: Stage, schedulers: list[Any]) -> dict[str, 
         "world size": str(dist.get_world_size()),
         "rank": str(dist.get_rank()),
         "optimizer": f"{type(stage.optimizer).__name__}({type(stage.base).__name__})",
-        "LR schedules": ", ".join(type(s).__name__ for s in schedulers) or "none",
+        SCHEDULES: ", ".join(type(s).__name__ for s in schedulers) or "none",
         "masters": ", ".join(sorted({"none" if m.alias else str(m.tensor.dtype) for m in masters})),
     }
     for i, names in enumerate(_group_names(stage)):
@@ -87,12 +88,11 @@ def groups_of(state: EngineState) -> list[list[str]]:
 # --- what must fit ---
 
 
-def missing_parts(state: EngineState, allow_missing: Collection[str] = ()) -> list[str]:
-    """A line for each part that a state lacks and must not. CheckpointError if it has no layout."""
+def missing_parts(state: EngineState) -> list[str]:
+    """A line for each part that a state lacks. CheckpointError if it has no layout."""
     if not isinstance(state, Mapping) or not isinstance(state.get("layout"), Mapping):
         raise CheckpointError("not a state captured from a DeepSpeed engine: it has no layout")
-    lacks = [part for part in (*PARTS, *OPTIONAL) if part not in state]
-    return [f"part '{part}' is missing" for part in lacks if not (part in OPTIONAL and part in allow_missing)]
+    return [f"part '{part}' is missing" for part in (*PARTS, *OPTIONAL) if part not in state]
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str], *, anywhere: bool = False) -> dict[str, str]:
@@ -106,17 +106,4 @@ def differences(here: Mapping[str, str], there: Mapping[str, str], *, anywhere: 
 def _difference(name: str, here: str | None, there: str | None) -> str:
     if not name.startswith("parameter group ") or here is None or there is None:
         return f"{name}: {there or 'missing'} in the state, {here or 'missing'} here"
-    ours, theirs = json.loads(here), json.loads(there)
-    lines = []
-    for only, where in ((set(theirs) - set(ours), "in the state"), (set(ours) - set(theirs), "here")):
-        if only:
-            more = f" and {len(only) - 4} more" if len(only) > 4 else ""
-            lines.append(f"{', '.join(sorted(only)[:4])}{more} only {where}")
-    return f"{name}: {'; '.join(lines) or 'the same parameters in another order'}"
-
-
-def report(headline: str, lines: Collection[str]) -> str:
-    """A headline and the first of the lines below it."""
-    lines = list(lines)
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n  ".join([headline, *lines[:_SHOWN], *more])
+    return f"{name}: {group_difference(json.loads(there), json.loads(here))}"

@@ -119,7 +119,7 @@ def labelled_spans(state: EngineState) -> dict[str, list[Span]]:
     """Label of each tensor that the optimizer steps -> what it holds on this rank."""
     numbers = {name: i for i, name in enumerate(state["parameters"])}
     found = {}
-    for label in state["moments"]:
+    for label in state["moments"] if "moments" in state else {**state["spans"], **state["masters"]}:
         if label in state["spans"]:
             found[label] = [Span(*row) for row in state["spans"][label].tolist()]
         else:
@@ -155,7 +155,7 @@ def pieces_of(state: EngineState) -> list[Piece]:
         held_here: list[tuple[tuple[str, ...], str]] = []
         if label in state["masters"]:
             held_here.append((("masters", label), "masters/{}"))
-        for key, value in state["moments"][label].items():
+        for key, value in state.get("moments", {}).get(label, {}).items():
             if per_element(state, label, key, value):
                 held_here.append((("moments", label, key), f"moments/{{}}/{key}"))
             elif isinstance(value, torch.Tensor) and value.ndim > 0:  # of a parameter that every rank has whole

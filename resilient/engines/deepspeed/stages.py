@@ -42,6 +42,7 @@ class Stage:
 
     replicated = True  # every rank steps all parameters
     whole = True  # every rank receives the whole reduced gradient
+    begins_cast = True  # weights are the cast of their masters before the first step, too
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -54,7 +55,7 @@ class Stage:
         self._layer_of = {id(p): self.layers.of[n] for n, p in engine.module.named_parameters()}
         self._weight = 1 / engine.dp_world_size if self.replicated else 1.0
         self._owners: dict[int, torch.nn.Parameter] = {}  # address of a gradient -> whose it is
-        self.reduce_s = 0.0  # host seconds in the tapped reduction, counted up
+        self.reduce_s = 0.0  # host seconds in the tapped collectives, counted up
         self._undo: list[Callable[[], None]] = []
 
     # --- taps ---
@@ -223,12 +224,20 @@ class Stage:
         """The live tensor that holds this rank's part of a module parameter."""
         return parameter.data
 
+    def holds_from(self, parameter: torch.nn.Parameter) -> int:
+        """The first element of a module parameter that `parameter()` holds."""
+        return 0
+
     def moments_replaced(self) -> None:
         """Optimizer state tensors were created or dropped: links to the old ones must not survive."""
 
 
 class HalfStage(Stage):
     """ZeRO 0 in fp16 or bf16: FP16_UnfusedOptimizer, or FP16_Optimizer around a fused Adam."""
+
+    # deepspeed 0.19.8 has the optimizer step on zeros when it is built: weight decay moves the masters, and the weights
+    # follow with the first step only
+    begins_cast = False
 
     @property
     def scaler(self) -> Any:

@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from resilient.checkpoint.snapshot import freeze
+from resilient.engines.absent import BUFFER, report
 from resilient.engines.base import EngineState
-from resilient.engines.deepspeed.layout import OPTIONAL, differences, layout_of, missing_parts, report
+from resilient.engines.deepspeed.layout import OPTIONAL, SCHEDULES, differences, layout_of, missing_parts
 from resilient.engines.deepspeed.pieces import describe
 from resilient.engines.deepspeed.stages import Stage
+from resilient.engines.pieces import persistent_buffers
 from resilient.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,15 +59,50 @@ def live_state(engine: Engine, stage: Stage, schedulers: list[Any], extra: dict[
     }
 
 
-@torch.no_grad()
-def restore_state(
-    engine: Engine, stage: Stage, schedulers: list[Any], state: EngineState, allow_missing: Collection[str] = ()
-) -> dict[str, int]:
-    """Put `state` back into the live tensors; returns the counters. Nothing is touched if it does not fit.
+def optional_parts(engine: Engine) -> tuple[str, ...]:
+    return (*OPTIONAL, *(BUFFER + name for name in persistent_buffers(engine.module)))
 
-    allow_missing: what the state may lack, and what then stays as it is here: `moments`, `schedulers`, `scaler`, or
-    `buffers/NAME`. Whatever is in the state is restored."""
-    _check_fits(layout_of(engine, stage, schedulers), describe(stage).spans, state, allow_missing)
+
+@torch.no_grad()
+def complete_state(
+    state: EngineState, live: EngineState, allow_missing: Collection[str]
+) -> tuple[EngineState, tuple[str, ...]]:
+    """`state` with those parts of `allow_missing` that it lacks taken from `live`, frozen; and their names.
+
+    Parameter groups get the options that only a kept schedule has left in them; those of the state stay, the LR among
+    them, until the schedule's next step."""
+    lacks = tuple(part for part in allow_missing if _lacks(state, live, part))
+    whole = {**state, "layout": dict(state["layout"])} if lacks else state
+    for part in lacks:
+        if part.startswith(BUFFER):
+            name = part.removeprefix(BUFFER)
+            whole["buffers"] = {**whole["buffers"], name: freeze(live["buffers"][name])}
+            whole["layout"][f"buffer {name}"] = live["layout"][f"buffer {name}"]
+            continue
+        whole[part] = freeze(live[part])
+        if part == "schedulers":
+            whole["layout"][SCHEDULES] = live["layout"][SCHEDULES]
+            whole["counters"] = {**state["counters"], "schedule_offset": live["counters"]["schedule_offset"]}
+            if len(state["groups"]) == len(live["groups"]):
+                pairs = zip(state["groups"], live["groups"], strict=True)
+                whole["groups"] = [{**freeze(ours), **theirs} for theirs, ours in pairs]
+    return whole, lacks
+
+
+def _lacks(state: EngineState, live: EngineState, part: str) -> bool:
+    """Whether an optional part is missing, or was saved empty where there is one here, in a state that otherwise says
+    enough to go on without it."""
+    if part.startswith(BUFFER):
+        return "buffers" in state and part.removeprefix(BUFFER) not in state["buffers"]
+    if part == "schedulers" and not {"counters", "groups"} <= state.keys():
+        return False
+    return part not in state or (not state[part] and bool(live[part]))
+
+
+@torch.no_grad()
+def restore_state(engine: Engine, stage: Stage, schedulers: list[Any], state: EngineState) -> dict[str, int]:
+    """Put `state` back into the live tensors; returns the counters. Nothing is touched if it does not fit."""
+    _check_fits(layout_of(engine, stage, schedulers), stage, state)
     stage.drop_gradients()
     for name, parameter in engine.module.named_parameters():
         stage.parameter(parameter).copy_(state["parameters"][name])
@@ -73,12 +111,11 @@ def restore_state(
         if saved is not None and saved.shape == buffer.shape:  # others are caches: not persistent, see layout.py
             buffer.copy_(saved)
     _restore_optimizer(stage, state)
-    for scheduler, saved in zip(schedulers, state.get("schedulers", ()), strict="schedulers" in state):
+    for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     for group, saved in zip(stage.base.param_groups, state["groups"], strict=True):
         _restore_group(group, saved)
-    if "scaler" in state:
-        _restore_scaler(stage, state["scaler"])
+    _restore_scaler(stage, state["scaler"])
     for name in _COUNTERS:
         setattr(engine, name, state["counters"][name])
     return state["counters"]
@@ -87,28 +124,17 @@ def restore_state(
 # --- what must fit ---
 
 
-def _check_fits(
-    here: dict[str, str], spans: dict[str, torch.Tensor], state: EngineState, allow_missing: Collection[str]
-) -> None:
-    unknown = [name for name in allow_missing if name not in OPTIONAL and not name.startswith("buffers/")]
-    if unknown:
-        raise CheckpointError(f"allow_missing={unknown}: it may name {', '.join(OPTIONAL)} and buffers/NAME")
-    lines = missing_parts(state, allow_missing)
-    found = differences(here, state["layout"])
-    if "schedulers" in allow_missing and "schedulers" not in state:
-        found.pop("LR schedules", None)
-    for name in allow_missing:
-        entry = name.replace("buffers/", "buffer ", 1)
-        if entry not in state["layout"]:
-            found.pop(entry, None)
-    lines += found.values()
+def _check_fits(here: dict[str, str], stage: Stage, state: EngineState) -> None:
+    lines = missing_parts(state)
+    lines += differences(here, state["layout"]).values()
     if not lines:  # the same parameters and sizes, but perhaps in another order (round_robin_gradients)
         theirs = state["spans"]
         lines = [
             f"{label}: its parameters lie otherwise in the state"
-            for label, rows in spans.items()
+            for label, rows in describe(stage).spans.items()
             if label not in theirs or not torch.equal(rows, theirs[label].cpu())
         ]
+        lines += [f"moments of {m.label} are missing" for m in stage.masters() if m.label not in state["moments"]]
     if lines:
         raise CheckpointError(report("the state does not fit this engine:", lines))
 
@@ -122,8 +148,6 @@ def _restore_optimizer(stage: Stage, state: EngineState) -> None:
     for master in stage.masters():
         if not master.alias:
             master.tensor.copy_(state["masters"][master.label])
-        if "moments" not in state:
-            continue
         saved, live = state["moments"][master.label], stage.base.state.get(master.tensor, {})
         for key in [key for key in live if key not in saved]:  # created after the capture
             del live[key]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from resilient.checkpoint.pieces import Piece as StatePiece
 from resilient.checkpoint.snapshot import freeze
+from resilient.engines.absent import refuse_unknown
 from resilient.engines.base import CellRows, Counters, EngineState, Taps
 from resilient.engines.buffers import BufferHold
 from resilient.engines.deepspeed.check import ReductionCheck
 from resilient.engines.deepspeed.frame import PER_RANK, frame_of
+from resilient.engines.deepspeed.layout import missing_parts
+from resilient.engines.deepspeed.master_check import mismatched_weights
 from resilient.engines.deepspeed.pieces import pieces_of
 from resilient.engines.deepspeed.replicas import Replicas
 from resilient.engines.deepspeed.rows import Piece
-from resilient.engines.deepspeed.state import live_state, restore_state
+from resilient.engines.deepspeed.state import complete_state, live_state, optional_parts, restore_state
 from resilient.engines.deepspeed.support import stage_of
 from resilient.engines.norms import sum_of_squares
 from resilient.engines.updates import Update, UpdateTap
@@ -137,6 +140,11 @@ class DeepSpeedEngine:
         share = sum_of_squares((m.tensor for m in self._stage.masters()), self.device)
         return share / self._world if self._stage.replicated else share
 
+    def mismatched_weights(self) -> list[str]:
+        """ZeRO 1 to 3: of this rank's partition. ZeRO 0 in half precision: nothing is known before the first step, see
+        `HalfStage`."""
+        return mismatched_weights(self._stage) if self._stage.begins_cast or self.counters().steps else []
+
     def _reset_taps(self) -> None:
         self._check.begin()
         self._seen = 0
@@ -231,9 +239,20 @@ class DeepSpeedEngine:
         """What the tensors of a captured state are of the whole model. Not a collective."""
         return pieces_of(state)
 
-    def frame(self, source: EngineState) -> EngineState:
+    def frame(self, source: EngineState, allow_missing: Collection[str] = ()) -> EngineState:
         """Room for a state like `source`, which may be of another world, on this rank."""
-        return frame_of(self.engine, self._stage, self._schedulers, source)
+        whole, absent = self.complete(source, allow_missing)
+        return frame_of(self.engine, self._stage, self._schedulers, whole, absent)
+
+    def optional_parts(self) -> tuple[str, ...]:
+        return optional_parts(self.engine)
+
+    def complete(self, state: EngineState, allow_missing: Collection[str]) -> tuple[EngineState, tuple[str, ...]]:
+        refuse_unknown(allow_missing, self.optional_parts(), self.name)
+        if not allow_missing:
+            return state, ()
+        missing_parts(state)  # raises for what is no state at all
+        return complete_state(state, self.live(), allow_missing)
 
     def restore(self, state: EngineState) -> None:
         """Bit for bit, in place. CheckpointError, before anything is touched, if the state is of another model, stage,

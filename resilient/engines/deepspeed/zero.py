@@ -324,6 +324,9 @@ class ShardedStage(ZeroStage):
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.ds_tensor.data  # type: ignore[attr-defined]
 
+    def holds_from(self, parameter: torch.nn.Parameter) -> int:
+        return _shard(parameter)[0]
+
 
 def _shard(parameter: Any) -> tuple[int, int]:
     """Of a parameter under ZeRO 3: the first element that this rank holds, and how many; the rest of its shard is padding."""
