@@ -35,12 +35,13 @@ from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.keeping import Keeper
 from resilient.coordinator.measure import Measurement
-from resilient.coordinator.other_world import refit_windows, samples_per_window
-from resilient.coordinator.outer import Outer, newest
+from resilient.coordinator.other_world import samples_per_window
+from resilient.coordinator.outer import Outer
 from resilient.coordinator.preemption import CalledAway, Preemption
 from resilient.coordinator.reporting import Listeners, incident_report, step_report
 from resilient.coordinator.requests import RequestDesk, granted
 from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
+from resilient.coordinator.resuming import Resumer
 from resilient.coordinator.second_look import SecondLook
 from resilient.coordinator.state import StateKeeper
 from resilient.coordinator.tiers import Refit
@@ -49,7 +50,6 @@ from resilient.engines.base import Engine
 from resilient.errors import (
     CheckpointError,
     ConfigError,
-    DataPositionError,
     ExchangeFailed,
     GuardError,
     Interrupted,
@@ -132,7 +132,6 @@ class Coordinator:
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, config.blind_after)
-        self._allow_missing = checkpoint.allow_missing if checkpoint is not None else ()  # at the start only
         self.ring = ring
         self._preemption = Preemption(config.grace_s)
         self._kept = Keeper(
@@ -149,6 +148,15 @@ class Coordinator:
             preemption=self._preemption,
             tell=self._tell,
             level=self._level,
+        )
+        self._resumer = Resumer(
+            exchange,
+            feed,
+            self._state,
+            self._kept,
+            outer_path=self._outer_path,
+            allow_missing=checkpoint.allow_missing if checkpoint is not None else (),
+            tell=self._tell,
         )
         self._measure = Measurement(engine, config) if judge is not None else None
         self._window: Window | None = None
@@ -198,65 +206,22 @@ class Coordinator:
 
     def _resume(self, on_no_valid_checkpoint: Literal["stop", "fresh"], refit: Refit | None) -> bool:
         """From the best state that every rank can restore exactly. False: a fresh start."""
-        told: set[tuple[int, ...]] = set()
-        for candidate in self._kept.tiers.resumes(refit, on_no_valid_checkpoint):
-            resume = candidate.snapshot
-            outer = Outer.from_dict(self.exchange.share(newest(self._outer_path, candidate.outer)))
-            refit_windows(outer, resume.position, samples_per_window(self.feed, self.exchange.world_size))
-            for window in {tuple(window) for window in outer.excluded} - told:
-                told.add(window)
-                self.feed.exclude(*window)
-            resume, kept, differences = self._completed(resume)
-            differences = differences or self._restored(resume)
-            if not self.exchange.vote(not differences, resume.step):
-                self._kept.refused(candidate, differences)
-                continue
-            self.outer = outer
-            if self.judge is not None and outer.policy:
-                self.judge.ladder.load_state_dict(outer.policy)
-            if candidate.health is not None:
-                evaluation = candidate.health.evaluation.items()
-                self._evaluated = {name: math.inf if v is None else v for name, v in evaluation}
-            self.applied = resume.step
-            self._kept.saver.resumed(resume.step, outer)
-            self.outer.steps_lost = self.outer.applied - resume.step
-            self._contracts.anchor(resume.step)
-            self._kept.tiers.loaded(candidate)
-            about = {"step": resume.step, "position": resume.position, "from": str(candidate.target)}
-            absent = self._absent(kept)
-            about |= {"absent": absent} if absent else {}
-            self._tell("resume", about | ({"changes": list(candidate.changes)} if candidate.changes else {}))
-            if absent:
-                message = f"the state of step {resume.step} has no {', '.join(absent)}: kept as it is here"
-                self._tell("warning", {"message": f"{message} (run.checkpoint.allow_missing)"})
-            return True
-        return False
-
-    def _completed(self, snapshot: Snapshot) -> tuple[Snapshot, tuple[str, ...], list[str]]:
-        """With what it may lack, the names of what it does lack, and why that cannot be said, on this rank."""
-        try:
-            return *self._state.completed(snapshot, self._allow_missing), []
-        except (CheckpointError, KeyError, TypeError) as error:
-            return snapshot, (), [f"{type(error).__name__}: {error}"]
-
-    def _absent(self, kept: tuple[str, ...]) -> list[str]:
-        """What any rank's state was restored without, and on which ranks if not on all. Collective where anything may be."""
-        if not self._allow_missing:
-            return []
-        flags = self.exchange.gather(torch.tensor([float(name in kept) for name in self._allow_missing]))
-        found = []
-        for name, column in zip(self._allow_missing, flags.T, strict=True):
-            ranks = [str(rank) for rank in np.flatnonzero(column)]
-            if ranks:
-                found.append(name if len(ranks) == len(column) else f"{name} (rank {', '.join(ranks[:8])})")
-        return found
-
-    def _restored(self, snapshot: Snapshot, excluded: tuple[int, int] | None = None) -> list[str]:
-        """Put it back; what differs then, or why it cannot be put back, on this rank."""
-        try:
-            return self._state.restore(snapshot, excluded)
-        except (CheckpointError, DataPositionError) as error:
-            return [str(error)]
+        resumed = self._resumer.best(on_no_valid_checkpoint, refit)
+        if resumed is None:
+            return False
+        candidate, step = resumed.candidate, resumed.snapshot.step
+        self.outer = resumed.outer
+        if self.judge is not None and self.outer.policy:
+            self.judge.ladder.load_state_dict(self.outer.policy)
+        if candidate.health is not None:
+            evaluation = candidate.health.evaluation.items()
+            self._evaluated = {name: math.inf if v is None else v for name, v in evaluation}
+        self.applied = step
+        self._kept.saver.resumed(step, self.outer)
+        self.outer.steps_lost = self.outer.applied - step
+        self._contracts.anchor(step)
+        self._kept.tiers.loaded(candidate)
+        return True
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config
@@ -787,7 +752,7 @@ class Coordinator:
         if decision.skip_data:
             excluded = (self._window_of_step.get(decision.onset_step, self._window.index), self.feed.position)
         for candidate in self._kept.tiers.before(decision.onset_step, further_back):
-            differences = self._restored(candidate.snapshot, excluded)
+            differences = self._state.tried(candidate.snapshot, excluded)
             if self.exchange.vote(not differences, candidate.key.step, decision.attempt):
                 break
             self._kept.refused(candidate, differences)
@@ -953,7 +918,7 @@ class Coordinator:
     def _tell_verdict(self, judgement: Judgement) -> None:
         """What is behind a warning, when that can be said. An incident says it itself."""
         verdict = judgement.verdict
-        if verdict is not None and verdict.cause != "unknown":
+        if verdict is not None and (verdict.cause != "unknown" or verdict.ranks):
             about = {k: v for k, v in asdict(verdict).items() if k not in ("findings", "severity", "scale_overflow")}
             self._tell("verdict", {"step": judgement.decision.step, "attempt": judgement.decision.attempt, **about})
 

@@ -19,7 +19,7 @@ from resilient.checkpoint.snapshot import PARTS, Digests, Snapshot, freeze
 from resilient.coordinator.feed import WindowFeed
 from resilient.coordinator.judge import Judge
 from resilient.engines.base import Engine
-from resilient.errors import CheckpointError
+from resilient.errors import CheckpointError, DataPositionError
 
 
 class StateKeeper:
@@ -49,18 +49,30 @@ class StateKeeper:
             digests=Digests(parts, self._hashing),
         )
 
-    def completed(self, snapshot: Snapshot, allow_missing: Collection[str]) -> tuple[Snapshot, tuple[str, ...]]:
+    def completed(
+        self, snapshot: Snapshot, allow_missing: Collection[str]
+    ) -> tuple[Snapshot, tuple[str, ...], list[str]]:
         """A snapshot to restore, whose engine's state has those parts of `allow_missing` that it lacks as they are here now;
-        and their names. Raises CheckpointError for a state that is none. Nothing is touched."""
+        their names; and why it is no state, if it is none. Nothing is touched."""
         if not allow_missing or "engine" not in snapshot.parts:
-            return snapshot, ()
-        engine, kept = self._engine.complete(snapshot.parts["engine"], allow_missing)
+            return snapshot, (), []
+        try:
+            engine, kept = self._engine.complete(snapshot.parts["engine"], allow_missing)
+        except (CheckpointError, KeyError, TypeError) as error:
+            return snapshot, (), [f"{type(error).__name__}: {error}"]
         if not kept:
-            return snapshot, ()
+            return snapshot, (), []
         schedule = self._engine.counters().schedule if "schedulers" in kept else snapshot.schedule
         parts = {**snapshot.parts, "engine": engine}
         digests = {**snapshot.digests, "engine": state_digest(engine)}
-        return replace(snapshot, parts=parts, digests=digests, schedule=schedule), kept
+        return replace(snapshot, parts=parts, digests=digests, schedule=schedule), kept, []
+
+    def tried(self, snapshot: Snapshot, exclude: tuple[int, int] | None = None) -> list[str]:
+        """`restore`, and why a snapshot cannot be put back as one more thing that differs."""
+        try:
+            return self.restore(snapshot, exclude)
+        except (CheckpointError, DataPositionError) as error:
+            return [str(error)]
 
     def restore(self, snapshot: Snapshot, exclude: tuple[int, int] | None = None) -> list[str]:
         """Put a snapshot back and prove it. Returns what differs from the snapshot, and weights that are not the cast of
