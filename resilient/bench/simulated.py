@@ -22,7 +22,7 @@ _STALL = 0.001  # chance a rank and step of a pause (a page fault, a garbage col
 
 class SimulatedRun:
     """One healthy run. tails: "normal" or "t3", of the logarithm of what a rank measures of its own. cells: of the reduction
-    check; 0: there is none."""
+    check; 0: there is none. norms: (world,) what the last table's batches give on healthy machines, also when run again."""
 
     def __init__(self, world: int, *, cells: int = 8, tails: str = "normal", seed: int = 0) -> None:
         self.world, self.tails = world, tails
@@ -32,6 +32,7 @@ class SimulatedRun:
         self._usual = np.exp(0.3 * self._rng.standard_normal(world))  # ranks differ for good
         self._spread = 0.08 * np.exp(0.3 * self._rng.standard_normal(world))
         self._cells = np.exp(self._rng.standard_normal(cells))
+        self.norms = np.full(world, np.nan)
 
     def table(self, step: int) -> StepTable:
         """The table of attempt `step`."""
@@ -57,7 +58,7 @@ class SimulatedRun:
             put(name, value)
         hard = 3.0 if rng.random() < _SHARED_SPIKE else 1.0
         trend = 1.0 / (1.0 + step / 2000)
-        norms = hard * trend * self._usual * np.exp(self._spread * self._own(world))
+        norms = self.norms = hard * trend * self._usual * np.exp(self._spread * self._own(world))
         loss = (2.0 + 2.0 * trend) * (1 + 0.05 * (hard > 1)) * np.exp(0.01 * self._own(world))
         put("loss", loss)
         put("loss_max", loss)

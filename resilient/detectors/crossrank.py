@@ -12,8 +12,12 @@ left its own past, too, by at least half as much. widening: the ranks' present s
 wider; in a step in which all ranks scatter more, one of them is no outlier.
 
 How far healthy values reach is learned from all ranks together (Exceedances), so that heavy-tailed noise raises the
-thresholds. The other side, a value far too small for three steps in a row (a gradient that is scaled or lost), warns and
-never refuses a step: one small value does no harm, and an easy batch is nobody's fault.
+thresholds. A rank that is off for the third step in a row needs to be less far off: healthy noise seldom comes back to one
+rank. One odd step that is no further out than the run's noise may be, now and then, is `plausible`: it may be refused,
+but does not tell a fault from noise by itself.
+
+The other side, a value far too small for three steps in a row (a gradient that is scaled or lost), warns and never refuses
+a step: one small value does no harm, and an easy batch is nobody's fault.
 
 The table (`CrossRankOutlier`) and the sketch (`SketchOutlier`) are judged by the same rules.
 """
@@ -42,13 +46,14 @@ _ZERO = 1e-30  # a value of exactly 0 counts as this: far below anything measure
 class Exceedances:
     """How far scores of healthy ranks reach: a Pareto tail beyond a score of 4 (Hill 1975), over all ranks together.
 
-    threshold(rate): the score that one rank of the world exceeds with so many events per step. A prior worth a few events,
-    somewhat heavier than a normal distribution, speaks until there are events. A flagged score counts at most once in 4,096
-    steps and rank, no further than the threshold, and only if it was a lone one: heavy tails visit all ranks, a fault comes
-    back to its own."""
+    A prior worth a few events speaks until there are events. A flagged score counts at most once in 4,096 steps and rank,
+    no further than the threshold, and only if it was a lone one; of one that is not flagged, those of steps in a row count
+    as the first: heavy tails visit all ranks, a fault comes back to its own."""
 
     START = 4.0
-    _MEMORY = 4096.0  # steps
+    CAUTIOUS = 0.2  # shape of a prior for who must not be wrong: t5, where that for thresholds is nearly normal
+    _MEMORY = 16384.0  # steps: at two ranks a few thousand hold too few events to know a heavy tail's shape by
+    _ONCE = 4096  # steps in which one rank's flagged scores count once
     _QUIET = 8  # steps without a further one after which a flagged score was a lone one
     _EVENTS, _STEPS = 1.0, 64.0  # of the prior
     _SHAPE, _WEIGHT = 0.12, 8.0
@@ -58,12 +63,19 @@ class Exceedances:
         self._step = 0
         self._flagged: dict[int, int] = {}  # rank -> step at which a flagged score of it has counted
         self._waiting: dict[int, tuple[int, int]] = {}  # rank -> first and last step of what may become one
+        self._before: list[int] = []  # ranks beyond START in the step before
 
-    def threshold(self, rate: float) -> float:
-        steps, events, excess = self._seen
-        frequency = (events + self._EVENTS) / (steps + self._STEPS)
-        shape = (excess + self._WEIGHT * self._SHAPE) / (events + self._WEIGHT)
-        return self.START * max(frequency / rate, 1.0) ** shape
+    @property
+    def frequency(self) -> float:
+        """Scores beyond START per step, of all ranks together."""
+        steps, events, _ = self._seen
+        return (events + self._EVENTS) / (steps + self._STEPS)
+
+    def threshold(self, rate: float, shape: float = _SHAPE) -> float:
+        """The score that one rank of the world exceeds with so many events per step. shape: the prior's, of the tail."""
+        _, events, excess = self._seen
+        shape = (excess + self._WEIGHT * shape) / (events + self._WEIGHT)
+        return self.START * max(self.frequency / rate, 1.0) ** shape
 
     def learn(self, ranks: np.ndarray, scores: np.ndarray, flagged: Sequence[int], cap: float) -> None:
         """One step's scores beyond START and whose they are. flagged: ranks of this step's findings."""
@@ -73,6 +85,7 @@ class Exceedances:
         self._seen = [keep * steps + 1.0, keep * events, keep * excess]
         if self._waiting:
             self._settle(cap)
+        before, self._before = self._before, ranks.tolist()
         if not len(ranks):
             return
         counts = scores < cap
@@ -81,13 +94,16 @@ class Exceedances:
             if rank in flagged:
                 first, _ = self._waiting.get(rank, (self._step, 0))
                 self._waiting[rank] = (first, self._step)
+        if flagged or before:  # a rank that stays off is flagged below the threshold, too
+            known = {*flagged, *before}
+            counts &= np.array([rank not in known for rank in self._before])
         self._seen[1] += float(counts.sum())
         self._seen[2] += float(np.log(np.minimum(scores[counts], cap) / self.START).sum())
 
     def _settle(self, cap: float) -> None:
         """Ranks that were flagged once and are quiet since: that is what noise may do, once in a memory for each rank. A
         rank that was flagged again meanwhile is off, and teaches nothing."""
-        self._flagged = {r: s for r, s in self._flagged.items() if self._step - s < self._MEMORY}
+        self._flagged = {r: s for r, s in self._flagged.items() if self._step - s < self._ONCE}
         for rank, (first, last) in list(self._waiting.items()):
             if self._step - last <= self._QUIET:
                 continue
@@ -101,12 +117,14 @@ class Exceedances:
         return {
             "seen": np.array(self._seen),
             "waiting": {str(rank): list(steps) for rank, steps in self._waiting.items()},
+            "before": list(self._before),
             "step": self._step,
             "flagged": {str(rank): step for rank, step in self._flagged.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen = np.asarray(state["seen"], dtype=np.float64).tolist()
+        self._before = [int(rank) for rank in state["before"]]
         self._step = int(state["step"])
         self._flagged = {int(rank): int(step) for rank, step in state["flagged"].items()}
         self._waiting = {int(rank): (int(first), int(last)) for rank, (first, last) in state["waiting"].items()}
@@ -130,6 +148,18 @@ class OutlierJudge:
         low = max(self.low.threshold(self._rates[0]), self.config.act)
         return max(warn, self.config.warn), max(act, self.config.act), low
 
+    def beyond_noise(self) -> float:
+        """The score from which one step by itself tells a fault from noise."""
+        return self.high.threshold(self._rates[1], Exceedances.CAUTIOUS)
+
+    def again(self, world: float) -> float:
+        """The score of a rank that has been off in the steps before, too. world: ranks compared.
+
+        Of independent steps a rank's chance to be off once more is the share of ranks that are. Steps are not quite
+        independent, so that of only one of the steps before counts, and never less than 1 in 1,000."""
+        chance = min(max(self.high.frequency / max(world, 1.0), 1e-3), 1.0)
+        return self.high.threshold(self._rates[0] / chance)
+
     def findings(
         self,
         step: int,
@@ -139,22 +169,33 @@ class OutlierJudge:
         low: np.ndarray,
         stays: np.ndarray,
         value: np.ndarray | None,
+        world: float,
     ) -> list[Finding]:
         """At most `top` findings of one rank each, worst first; when more ranks are off, one finding that names the worst 16.
 
         ranks, gap, high, low: of the candidates, any order. stays: bool, off in the STAYS steps before. value: the signal
-        itself, where it is known."""
+        itself, where it is known. world: ranks compared."""
         warn, act, least_low = self.thresholds()
         ratio = np.exp(np.clip(gap, -50.0, 50.0))
-        refuses = (high >= act) & (ratio >= self.config.min_ratio)
+        least: np.ndarray | float = warn
+        refused_from: np.ndarray | float = act
+        if stays.any():
+            again = self.again(world)
+            least = np.where(stays, min(warn, max(again, self.config.warn)), warn)
+            refused_from = np.where(stays, min(act, max(again, self.config.act)), act)
+        refuses = (high >= refused_from) & (ratio >= self.config.min_ratio)
         falls = stays & (low >= least_low) & (ratio * self.config.min_ratio <= 1.0)
-        off = np.flatnonzero((high >= warn) | falls)
+        off = np.flatnonzero((high >= least) | falls)
         if not len(off):
             return []
+        plausible = ~stays & (high < self.beyond_noise())
         score = np.maximum(high, low)
         order = off[np.lexsort((ranks[off], -score[off], ~refuses[off]))]  # severity, score, lower rank first
         groups = np.split(order, len(order)) if len(order) <= self.config.top else [order[:_NAMED]]
-        return [self._finding(step, ranks, gap, score, ratio, refuses, value, g, len(order)) for g in groups]
+        return [
+            self._finding(step, ranks, gap, score, ratio, refuses, stays, plausible, value, g, len(order))
+            for g in groups
+        ]
 
     def _finding(
         self,
@@ -164,6 +205,8 @@ class OutlierJudge:
         score: np.ndarray,
         ratio: np.ndarray,
         refuses: np.ndarray,
+        stays: np.ndarray,
+        plausible: np.ndarray,
         value: np.ndarray | None,
         group: np.ndarray,
         count: int,
@@ -180,20 +223,21 @@ class OutlierJudge:
             severity=Severity.ACT if refuses[worst] else Severity.WARN,
             score=float(score[worst]),
             step=step,
-            onset_step=min(self._onset.get(r, step) for r in named),
+            onset_step=min(self._onset.get(r, step - STAYS * int(s)) for r, s in zip(named, stays[group], strict=True)),
             ranks=named,
             statistic="ranks",
             place="loss" if self.config.signal == "loss" else "backward",
             value=known,
             reference=None if known is None else float(known * math.exp(-gap[worst])),
             message=told,
+            plausible=bool(plausible[group].all()),
         )
 
     def note(self, step: int, findings: Sequence[Finding]) -> list[int]:
         """Ranks of this detector's own findings; their onsets are remembered for as long as they stay off."""
-        mine = sorted({r for f in findings if f.detector == self.name for r in f.ranks})
-        self._onset = {rank: self._onset.get(rank, step) for rank in mine}
-        return mine
+        mine = {r: f.onset_step for f in findings if f.detector == self.name for r in f.ranks}
+        self._onset = {rank: self._onset.get(rank, onset) for rank, onset in sorted(mine.items())}
+        return list(self._onset)
 
     def learn(self, ranks: np.ndarray, high: np.ndarray, low: np.ndarray, flagged: Sequence[int]) -> None:
         """One step's scores of the candidates enter the tails."""
@@ -247,7 +291,10 @@ class CrossRankOutlier:
         values = observation.per_rank[self.config.signal]
         ranks = look.ranks
         stays = self._history.away[ranks] >= STAYS if self._history is not None else np.zeros(len(ranks), dtype=bool)
-        return self._judge.findings(observation.step, ranks, look.gap[ranks], look.high, look.low, stays, values[ranks])
+        world = float(len(values) if look.valid is None else look.valid.sum())
+        return self._judge.findings(
+            observation.step, ranks, look.gap[ranks], look.high, look.low, stays, values[ranks], world
+        )
 
     def absorb(self, observation: Observation, findings: Sequence[Finding], applied: bool) -> None:
         if observation.sketch is not None:
@@ -378,7 +425,8 @@ class SketchOutlier:
         if self.config.signal not in summary.extremes:
             return []
         ranks, gap, high, low, stays = self._look(summary)
-        return self._judge.findings(summary.step, ranks, gap, high, low, stays, None)
+        world = summary.compared(self.config.signal)
+        return self._judge.findings(summary.step, ranks, gap, high, low, stays, None, world)
 
     def absorb(self, summary: SketchSummary, findings: Sequence[Finding], applied: bool) -> None:
         flagged = self._judge.note(summary.step, findings)

@@ -9,6 +9,7 @@ from resilient.diagnosis.case import NOT_CHECKED, NOT_PROBED, Case, nothing_to_l
 from resilient.signals import Cause, Finding, Verdict
 
 _LOSSES = ("loss", "loss_max")
+_SUSPECTED = 0.6  # confidence of what nothing but the size of one odd step speaks for
 
 
 def outlier(case: Case, leading: Sequence[Finding]) -> Verdict:
@@ -46,6 +47,11 @@ def outlier(case: Case, leading: Sequence[Finding]) -> Verdict:
     unchecked += again.unchecked
     if cause in ("communication", "compute"):
         cause, confidence = probed(case, ranks, cause, confidence, evidence, unchecked)
+        if worst.plausible and again.cause is None and confidence <= _SUSPECTED:
+            cause, confidence = "unknown", 0.4
+            evidence.append(
+                "one step, no further out than the noise of such a run may reach: no fault is shown by it alone"
+            )
     return case.verdict(cause, confidence, evidence, ranks=ranks, onset=onset, place=worst.place, unchecked=unchecked)
 
 

@@ -14,6 +14,7 @@
 | local norm of one rank, its loss too | - | data (that rank's batch) |
 | local norm of one rank, its loss normal | the check holds | compute suspected |
 | local norm of one rank, its loss normal | there is no check | communication suspected (the single-rank spike, S19) |
+| ... either, one step within what this run's noise may reach | nothing else | unknown |
 | ... any of these | run again there: normal | compute (passing) |
 | ... any of these | off again there, clean on a peer | compute (that machine) |
 | ... any of these | off on the peer too | data |

@@ -47,6 +47,7 @@ class Finding:
     )
     alone: bool = False  # one odd step by itself: may be refused, but is no alarm until another one confirms it
     onset_confidence: float = 1.0  # 0..1: how sure the onset step is; a sharp jump is sure, a slow drift is not
+    plausible: bool = False  # no further out than healthy noise of this run may be, now and then: no fault by itself
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,23 @@ class Spiked(SimulatedRun):
         return table
 
 
+class HeavyBatch(Spiked):
+    """The same from a batch, which gives it on every machine."""
+
+    def table(self, step: int):  # type: ignore[no-untyped-def]
+        table = super().table(step)
+        self.norms = table.rows[:, INDEX["local_grad_norm"]].copy()
+        return table
+
+
 @pytest.mark.parametrize("world", [2, 8])
 def test_simulated_ranks_are_not_accused_and_the_counter_can_count(world: int, monkeypatch: pytest.MonkeyPatch):
     assert judge_clean(world, "normal", 200).accusing == 0
     monkeypatch.setattr(clean, "SimulatedRun", Spiked)
     assert judge_clean(world, "normal", 200).accusing >= 1
+    monkeypatch.setattr(clean, "SimulatedRun", HeavyBatch)
+    found = judge_clean(world, "normal", 200)
+    assert found.suspected == 1 and found.accusing == 0 and found.refused == {"data": 1}
 
 
 def test_public_rules_are_armed_before_the_fault_and_see_a_spike():

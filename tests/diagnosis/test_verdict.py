@@ -93,13 +93,13 @@ TABLE: dict[str, tuple] = {
     "off again, no peer": ([NORM], {"check": True}, {"confirmation": NO_PEER}, "unknown", (2,), 0.5, 0.5),
     "other bits": ([NORM], {"check": True}, {"confirmation": UNSTEADY}, "compute", (2,), 0.6, 0.6),
     "runs that contradict": ([NORM], {"check": True}, {"confirmation": CONTRADICTION}, "unknown", (2,), 0.4, 0.4),
-    "one step within the noise": ([replace(NORM, alone=True)], {"check": True}, {}, "unknown", (2,), 0.4, 0.4),
-    "one step within the noise, no check": ([replace(NORM, alone=True)], {}, {}, "unknown", (2,), 0.4, 0.4),
+    "one step within the noise": ([replace(NORM, plausible=True)], {"check": True}, {}, "unknown", (2,), 0.4, 0.4),
+    "one step within the noise, no check": ([replace(NORM, plausible=True)], {}, {}, "unknown", (2,), 0.4, 0.4),
     "one step within the noise, clean again": (
-        [replace(NORM, alone=True)], {"check": True}, {"confirmation": PASSED}, "compute", (2,), 0.9, 0.9,
+        [replace(NORM, plausible=True)], {"check": True}, {"confirmation": PASSED}, "compute", (2,), 0.9, 0.9,
     ),
     "one step within the noise, wrong bits": (
-        [replace(NORM, alone=True)], {}, {"links": LinkReport(wrong_pairs=((2, 3),))}, "communication", (2,), 0.95, 1.0,
+        [replace(NORM, plausible=True)], {}, {"links": LinkReport(wrong_pairs=((2, 3),))}, "communication", (2,), 0.95, 1.0,
     ),
     "a re-run of somebody else": (
         [NORM], {"check": True}, {"confirmation": replace(BAD_PEER, rank=1)}, "compute", (2,), 0.6, 0.6,
@@ -241,7 +241,7 @@ def test_an_overflow_is_the_scalers_business_and_a_sum_that_cannot_overflow_is_n
 
 class TestWhatIsMissing:
     def test_an_outlier_is_worth_a_rerun_until_it_was_made(self) -> None:
-        for findings in ([NORM], [replace(NORM, alone=True)], [NORM, LOSS], [NAN], [NAN_GRAD]):
+        for findings in ([NORM], [replace(NORM, plausible=True)], [NORM, LOSS], [NAN], [NAN_GRAD]):
             assert wants_confirmation(judged(findings, {"check": True}, {})) == 2
             for made in (PASSED, CLEAN_PEER, BAD_PEER, NO_PEER, UNSTEADY, Confirmation(2, note="no time was left")):
                 again = judged(findings, {"check": True}, {"confirmation": made})

@@ -117,7 +117,12 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def checks(found: Score, clean: Sequence[FalseVerdicts] = ()) -> list[Check]:
     detected = max(found.detected, 1)
     simulated = [
-        Check(f"the same in {c.steps} simulated steps, {c.world} ranks, {c.tails} tails", float(c.accusing), 0.0, False)
+        Check(
+            f"the same in {c.steps} simulated steps, {c.world} ranks, {c.tails} tails ({c.suspected} before the re-run)",
+            float(c.accusing),
+            0.0,
+            False,
+        )
         for c in clean
     ]
     return [
