@@ -188,10 +188,13 @@ class Coordinator:
     def start(self, on_no_valid_checkpoint: Literal["stop", "fresh"] = "stop", refit: Refit | None = None) -> None:
         """Begin or resume. Call once on all ranks before the first batch. refit: takes a checkpoint of another world size.
 
-        Raises NothingUsable where something was trained and no state of it can be restored exactly on all ranks."""
+        Raises NothingUsable where something was trained and no state of it can be restored exactly on all ranks; ConfigError
+        for weights that are not the cast of the engine's masters."""
         self._started = True
         self._contracts.anchor()
         resumed = self._resume(on_no_valid_checkpoint, refit)
+        if not resumed and self.guarded:
+            self._refuse_stale_masters()
         self._upcoming()
         if self.judge is not None and self.guarded:
             self._hello()
@@ -222,6 +225,19 @@ class Coordinator:
         self._contracts.anchor(step)
         self._kept.tiers.loaded(candidate)
         return True
+
+    def _refuse_stale_masters(self) -> None:
+        """A fresh start on weights that were loaded into a ready engine, past its masters: the first step would write the old
+        ones back (BR-08). Collective."""
+        wrong = self.engine.mismatched_weights()
+        found = np.flatnonzero(self.exchange.gather(torch.tensor([float(bool(wrong))]))[:, 0])
+        if len(found):
+            why = self.exchange.share("; ".join(wrong), source=int(found[0]))
+            raise ConfigError(
+                f"the first step would overwrite the weights: {why}. Load weights before the engine is built or together with "
+                "its optimizer's state, or make new masters of them on all ranks (DeepSpeed: "
+                "engine.optimizer.refresh_fp32_params())"
+            )
 
     def _prepare_second_looks(self, judge: Judge) -> None:
         config = self.config

@@ -16,7 +16,7 @@ from resilient.checkpoint.config import CheckpointConfig
 from resilient.coordinator.config import GuardConfig
 from resilient.detectors import DetectorConfig, build_detectors
 from resilient.engines.deepspeed import DeepSpeedEngine
-from resilient.errors import StopRequested
+from resilient.errors import ConfigError, StopRequested
 from resilient.policies import PolicyConfig, RetryConfig, RollbackConfig, SkipConfig
 from tests.ranks import run_pooled, run_ranks
 from tests.scenarios.harness import ROLL_BACK_AT_ONCE, Job, Outcome, run_job, same_training, seed
@@ -210,6 +210,41 @@ def test_br08_without_the_proof_the_run_goes_on_from_them(tmp_path: Path) -> Non
         assert [(i.action, i.target_step) for i in seen["back"].incidents] == [("rollback", 6)]
         assert [f["step"] for kind, f in seen["resumed"].events if kind == "resume"] == [6]
         assert seen["resumed"].losses()[7] != seen["twin"].losses()[7]
+
+
+def loaded_into_a_ready_engine(rank: int, world: int, engine: str, how: str) -> tuple[str, float, float]:
+    """(error, loss of step 1, loss of step 3) of a start from weights that were saved without their optimizer's state.
+    how: "alone", on rank 1 only "elsewhere", "with new masters"."""
+    job = Job(engine=engine, precision="bf16", steps=3)
+
+    def finetune(guard: Any, made: Any) -> None:
+        torch.manual_seed(11)
+        for p in made.module.parameters():
+            start = torch.randn(p.shape).to(p.dtype) * 0.05
+            with torch.no_grad():
+                p.copy_(start if rank == 1 or how != "elsewhere" else p)
+        if how == "with new masters":
+            made.engine.optimizer.refresh_fp32_params()
+
+    try:
+        outcome = run_job(job, rank, world, tweak=finetune)
+    except ConfigError as error:
+        return str(error), math.nan, math.nan
+    losses = outcome.losses()
+    return outcome.error, losses[1], losses[3]
+
+
+@pytest.mark.parametrize("engine", ["zero2", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_br08_weights_loaded_past_the_masters_are_no_start(engine: str) -> None:
+    """The first step would write the masters' old weights back, and the second loss would jump."""
+    for how, ranks in (("alone", (0, 1)), ("elsewhere", (1,))):
+        errors = {error for error, _, _ in run_ranks(loaded_into_a_ready_engine, 2, engine, how)}
+        assert len(errors) == 1, errors
+        (error,) = errors
+        assert "the first step would overwrite the weights: rank " in error and "refresh_fp32_params" in error
+        assert any(f"rank {rank}: the weights of" in error for rank in ranks), error
+    for error, first, third in run_ranks(loaded_into_a_ready_engine, 2, engine, "with new masters"):
+        assert error == "" and abs(third - first) < 0.2 * first, (first, third)
 
 
 # -- S18: a torch DataLoader whose sampler differs on one rank ------------------------------------------------------------

@@ -95,7 +95,7 @@ def unharmed(outcome: Outcome, twin: Outcome) -> bool:
 # -- a request ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "zero1"])
 def test_deepspeeds_hole_only_some_ranks_ask_for_a_checkpoint_and_all_save(tmp_path: Path, engine: str):
     """Rank 0 alone, and all but one: nobody waits for a rank that did not ask, and all go on training."""
     twins = run_ranks(training, 3, job_in(tmp_path, "twin", engine), "checkpoint", {})
@@ -135,8 +135,8 @@ def test_the_hole_is_there_without_the_meeting(tmp_path: Path):
 @pytest.mark.parametrize(
     ("engine", "at"),
     [
-        ("zero1", {0: 5}),
-        ("ddp", {0: 5, 2: 5}),
+        pytest.param("zero1", {0: 5}, marks=pytest.mark.slow),
+        pytest.param("ddp", {0: 5, 2: 5}, marks=pytest.mark.slow),
         ("ddp", {0: 4, 1: 5, 2: 5}),
     ],
 )
@@ -170,6 +170,7 @@ def test_a_save_in_the_middle_of_a_step_is_made_at_its_end(tmp_path: Path):
         assert any("in the middle of step 5, which is saved at its end" in message for message in told), told
 
 
+@pytest.mark.slow
 def test_a_save_between_two_attempts_at_a_step_is_made_when_it_is_in(tmp_path: Path):
     """The loop saves where step() has returned True: after step 4, and again when step 5 is held for a NaN of rank 1."""
     job = job_in(tmp_path, "run", fault={"kind": "nan", "step": 5, "rank": 1, "place": "loss"})
@@ -258,6 +259,7 @@ def test_deepspeeds_hole_only_rank_0_finishes_and_the_absent_rank_is_named(tmp_p
     assert verdict is not None and verdict.code == ExitCode.RESTART, "not done: the last checkpoint is missing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_only_late_for_the_end_is_named_and_waited_for(tmp_path: Path):
     """It may have evaluated or uploaded something alone: that is no reason to lose the last checkpoint."""
     (error, said, seconds, steps), (other, silent, _, _) = run_ranks(ending, 2, str(tmp_path), True)
