@@ -23,17 +23,21 @@ _MOST_CELLS = 4  # that are looked into; a fault that hits more of them is told 
 
 def localise(exchange: Exchange, engine: Engine, plan: CheckPlan, cells: Sequence[int]) -> list[Located]:
     """Every rank that is off in one of these cells, with the place; the same list on all ranks. Call at the gate, before
-    the gradients are used or dropped. Raises ExchangeFailed."""
-    found: list[Located] = []
+    the gradients are used or dropped. Raises ExchangeFailed.
+
+    A row that two ranks of one receiver share is off for both of them: a rank that is off in shared rows only is left out,
+    if another one of its receiver is off in a row of its own."""
+    found: list[tuple[Located, bool]] = []
     for cell in list(cells)[:_MOST_CELLS]:
         for bucket in engine.check_rows(cell):
             found += _compare(exchange, plan, bucket)
-    return found
+    sure = {located.rank for located, alone in found if alone}
+    others = {rank: sure.intersection(group) for group in plan.receivers for rank in group}
+    return [located for located, _ in found if located.rank in sure or not others[located.rank]]
 
 
-def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[Located]:
-    """One bucket. A row that two ranks share is off for both of them; a rank that is off in no other row than one shared
-    with a rank that is off in more is left out."""
+def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[tuple[Located, bool]]:
+    """One bucket: ranks that are off, and whether in a row that no other rank of their receiver is off in."""
     sent = exchange.total(bucket.before.clone())
     # Rounding grows with what was summed: the ranks' own sums, not with their mean, which may nearly cancel.
     squares = exchange.total(bucket.before.square()).sum(dim=1)
@@ -48,23 +52,28 @@ def _compare(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> list[Loca
     worst = int(torch.nan_to_num(difference, nan=torch.inf).argmax()) if int(count) else 0
     held = sent[bucket.held].norm().clamp_min(1e-300)
     relative = float(difference.norm() / held) if int(count) else 0.0
-    table = exchange.gather(torch.tensor([float(count), relative, float(worst)], dtype=torch.float64))
-    most = table[:, 0].max()
-    ranks = [
-        r for r in range(len(table)) if table[r, 0] > 0 and not (table[r, 0] == 1 and most > 1 and _shared(table, r))
-    ]
+    alone = (off & (_holders_off(exchange, plan, off) <= 1)).sum()
+    mine = torch.tensor([float(count), relative, float(worst), float(alone)], dtype=torch.float64)
+    table = exchange.gather(mine)
+    ranks = np.flatnonzero(table[:, 0]).tolist()
     if not ranks:
         return []
     places = exchange.share([bucket.places(int(table[r, 2])) for r in ranks])
     return [
-        Located(r, bucket.name, place, int(table[r, 0]), float(table[r, 1]))
+        (Located(r, bucket.name, place, int(table[r, 0]), float(table[r, 1])), table[r, 3] > 0)
         for r, place in zip(ranks, places, strict=True)
     ]
 
 
-def _shared(table: np.ndarray, rank: int) -> bool:
-    """Another rank's worst row is the only row of this one."""
-    return any(r != rank and table[r, 0] > 1 and abs(table[r, 2] - table[rank, 2]) <= 1 for r in range(len(table)))
+def _holders_off(exchange: Exchange, plan: CheckPlan, off: torch.Tensor) -> torch.Tensor:
+    """(rows,) how many ranks of this rank's receiver are off in each row."""
+    holders = off.to(torch.float64)
+    for group in plan.receivers:
+        if len(group) > 1:
+            inside = exchange.rank in group
+            whole = exchange.total(off.to(torch.float64) if inside else torch.zeros_like(holders))
+            holders = whole if inside else holders
+    return holders
 
 
 def _received(exchange: Exchange, plan: CheckPlan, bucket: CellRows) -> torch.Tensor:

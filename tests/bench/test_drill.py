@@ -190,6 +190,7 @@ def test_two_starts_that_share_a_folder_are_found_out(tmp_path: Path) -> None:
         campaign(tmp_path, careless, "two writers write", "lost", "hollow")
 
 
+@pytest.mark.slow
 def test_a_start_that_hangs_is_ended_and_counted(tmp_path: Path) -> None:
     def hanging(storage: DrillStorage, rank: int, generation: int, *rest: Any) -> Store:
         if rank == 1 and generation > 2:  # the first two prepare the place

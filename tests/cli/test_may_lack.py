@@ -63,8 +63,9 @@ def strip(run: Path) -> Checkpoint:
     return Checkpoint(chosen.path, manifest)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_what_may_be_missing_is_named_for_one_start(tmp_path: Path, ranks: int) -> None:
     """ranks: of the later starts; the checkpoint is of 2."""
     run = tmp_path / "lacking"

@@ -30,6 +30,7 @@ def journal(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event", line.get("kind")) == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_of_2_ranks_goes_on_alone_and_is_exported(tmp_path: Path) -> None:
     run = tmp_path / "elastic"

@@ -39,7 +39,7 @@ def passing(rank: int, world: int, kinds: list[tuple[str, str]]) -> list[dict[st
     "kinds",
     [
         [("ddp", "fp32"), ("ddp", "bf16")],
-        [("fsdp2", "fp32"), ("fsdp2", "bf16")],
+        pytest.param([("fsdp2", "fp32"), ("fsdp2", "bf16")], marks=pytest.mark.slow),
         [("zero1", "bf16"), ("zero3", "fp32")],
         pytest.param([("zero0", "fp32"), ("zero2", "fp32"), ("zero2", "bf16")], marks=pytest.mark.slow),
     ],

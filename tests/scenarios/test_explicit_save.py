@@ -125,6 +125,7 @@ def test_deepspeeds_hole_only_rank_0_saves_and_the_absent_ranks_are_named_in_les
         assert saved(outcome) == [0] and unharmed(outcome, twin)
 
 
+@pytest.mark.slow
 def test_the_hole_is_there_without_the_meeting(tmp_path: Path):
     """The control: the same call, straight into the votes. It costs the whole patience, the guard, and tells no rank's name."""
     (outcome, calls), _ = run_ranks(training, 2, job_in(tmp_path, "run", timeout_s=5.0), "unmet", {0: 5})
@@ -250,6 +251,7 @@ def ending(rank: int, world: int, folder: str, comes: bool) -> tuple[str, str, f
     return error, said.getvalue(), told[-1] - began, [f["step"] for kind, f in ear.events if kind == "checkpoint"]
 
 
+@pytest.mark.slow
 def test_deepspeeds_hole_only_rank_0_finishes_and_the_absent_rank_is_named(tmp_path: Path):
     (error, said, seconds, steps), (_, silent, _, _) = run_ranks(ending, 2, str(tmp_path), False)
     assert "rank 1 did not come to guard.finish() after step 5 within 4 s: call it on every rank" in said

@@ -368,7 +368,7 @@ def sharded_waits(rank: int, world: int, engine: str) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_br42_a_wait_for_gathered_parameters_is_no_computing(engine: str):
-    compute, wait = run_pooled(sharded_waits, 2, engine)[0]
+    compute, wait = run_ranks(sharded_waits, 2, engine)[0]
     assert compute[1] > 0.9 * NAP > 0.6 * NAP > compute[0], (compute, wait)
     assert wait[0] > 0.9 * NAP - 0.01 > wait[1], (compute, wait)
 

@@ -64,7 +64,9 @@ def told(outcome: Outcome) -> list[tuple[Any, ...]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("world", "names"), [(2, list(FAULTS)), (4, ["spike", "wire", "back"])], ids=["2 ranks", "4 ranks"]
+    ("world", "names"),
+    [(2, list(FAULTS)), pytest.param(4, ["spike", "wire", "back"], marks=pytest.mark.slow)],
+    ids=["2 ranks", "4 ranks"],
 )
 def test_c2_both_modes_decide_the_same_and_end_bit_for_bit_the_same(world: int, names: list[str]):
     for outcomes in run_pooled(both, world, names, timeout=230):
