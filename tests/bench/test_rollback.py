@@ -86,7 +86,7 @@ def test_engines_have_their_names_in_conf():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_a_quick_run(engine: str, tmp_path: Path):
     """Every restore in it is proven; the new start is one by `resilient launch`, under DDP alone to save time."""
     out = tmp_path / "found.json"

@@ -65,15 +65,14 @@ def strip(run: Path) -> Checkpoint:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_what_may_be_missing_is_named_for_one_start(tmp_path: Path, ranks: int) -> None:
-    """ranks: of the later starts; the checkpoint is of 2."""
+def test_what_may_be_missing_is_named_for_one_start(tmp_path: Path) -> None:
+    """By a start of the same size; another world size is for tests/engines/test_pieces.py."""
     run = tmp_path / "lacking"
     code, _, err = finish(start([*RUN, "run.nproc=2"], tmp_path))
     assert code == 0, err
     lacking = strip(run)
     files = {path.name: path.read_bytes() for path in lacking.path.iterdir()}
-    again = [*RUN, f"run.nproc={ranks}"]
+    again = [*RUN, "run.nproc=2"]
 
     code, _, err = finish(start(again, tmp_path))
     assert code == 77 and "part 'moments' is missing" in err, err
