@@ -506,8 +506,14 @@ class Series:
         return {**{name: getattr(self, name) for name in self._ROW_ARRAYS}, **windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._names, self._rows = [], {name: () for name in state["unjudged"]}
-        self._allocate(list(state["names"]), np.asarray(state["rows"]["sign"]).tolist())
+        names, signs = list(state["names"]), np.asarray(state["rows"]["sign"])
+        judged = {name: rows for name, rows in self._rows.items() if rows}
+        self._rows = {name: () for name in state["unjudged"]}
+        if names == self._names and np.array_equal(signs, self.sign):
+            self._rows |= judged  # the usual case: the rows are there, and all that is known of them is overwritten
+        else:
+            self._names = []
+            self._allocate(names, signs.tolist())
         parts = {"rows": self._row_arrays(), "statistics": self._statistics.arrays(), "tail": self._tail.arrays()}
         for part, arrays in parts.items():
             for name, array in arrays.items():
