@@ -89,7 +89,10 @@ def walk(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     stack = [(prefix, state)]
     while stack:
         path, item = stack.pop()
-        if isinstance(item, Mapping):
+        kind = type(item)
+        if kind is torch.Tensor or kind is int or kind is float or kind is str:  # nearly all leaves
+            yield path, item
+        elif kind is dict or isinstance(item, Mapping):
             stack.extend((f"{path}/{key}", item[key]) for key in sorted(item, key=str, reverse=True))
         elif isinstance(item, list | tuple):
             stack.extend((f"{path}/{i}", item[i]) for i in range(len(item) - 1, -1, -1))

@@ -92,17 +92,35 @@ def freeze(state: Any, into: Any = None) -> Any:
     into: an earlier result nobody needs any more; its memory is used again where tensors still have the same shape and
     dtype, for new memory costs more than the copying. From an accelerator the copies go through pinned memory, all
     started before one wait for the stream that they are on."""
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies = Copies()
     frozen = _plan(state, into, copies)
-    devices = {live.device for _, live in copies if live.device.type != "cpu"}
-    if copies:
-        torch._foreach_copy_([kept for kept, _ in copies], [live for _, live in copies], non_blocking=bool(devices))
-    for device in devices:
-        torch.get_device_module(device).current_stream(device).synchronize()
+    copies.run()
     return frozen
 
 
-def _plan(state: Any, into: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+class Copies:
+    """Tensors to be copied in one call: hundreds of small ones cost more in calls than in bytes."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all of it, and wait for the streams of the accelerators that took part: both sides may be used again then."""
+        if not self._targets:
+            return
+        devices = {tensor.device for tensor in (*self._targets, *self._sources) if tensor.device.type != "cpu"}
+        torch._foreach_copy_(self._targets, self._sources, non_blocking=bool(devices))
+        for device in devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def _plan(state: Any, into: Any, copies: Copies) -> Any:
     kind = type(state)
     if kind in _PLAIN:
         return state
@@ -110,7 +128,7 @@ def _plan(state: Any, into: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]
         fits = isinstance(into, torch.Tensor) and into.shape == state.shape and into.dtype == state.dtype
         pinned = state.device.type != "cpu"
         kept = into if fits else torch.empty(state.shape, dtype=state.dtype, pin_memory=pinned)
-        copies.append((kept, state))
+        copies.add(kept, state)
         return kept
     if kind is dict:
         old: Mapping[Any, Any] = into if isinstance(into, dict) else {}

@@ -65,7 +65,7 @@ class Listener(Protocol):
     def incident(self, incident: Incident) -> None: ...
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """kind: start | resume | snapshot | checkpoint | rollback | evaluation | alarm | nan_origin |
+        """kind: start | resume | replay | snapshot | checkpoint | rollback | evaluation | alarm | nan_origin |
         warning | guard_failed | end."""
 
     def close(self) -> None: ...

@@ -346,12 +346,13 @@ class Saver:
 
 def _structure(state: Any) -> Any:
     """Keys and shapes of a nested state, without its values."""
-    if isinstance(state, torch.Tensor):
+    kind = type(state)
+    if kind is torch.Tensor:
         return state.shape
-    if isinstance(state, dict):
-        return tuple((key, _structure(value)) for key, value in state.items())
-    if isinstance(state, list | tuple):
-        return tuple(_structure(value) for value in state)
+    if kind is dict:
+        return list(state), [_structure(value) for value in state.values()]
+    if kind is list or kind is tuple:
+        return [_structure(value) for value in state]
     return None
 
 

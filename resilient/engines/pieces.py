@@ -149,9 +149,11 @@ def _room(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that are in `module.state_dict()`, under one name each."""
-    temporary = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: b for name, b in module.named_buffers() if name not in temporary}
+    found, seen = {}, set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer not in seen:  # by its first name, as named_buffers() does
+                seen.add(buffer)
+                if name not in part._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from resilient.checkpoint.pieces import Piece
-from resilient.checkpoint.snapshot import freeze
+from resilient.checkpoint.snapshot import Copies, freeze
 from resilient.engines.absent import BUFFER, group_difference, refuse_unknown, report
 from resilient.engines.base import Counters, EngineState
 from resilient.engines.buffers import BufferHold, local
@@ -276,16 +276,18 @@ class TorchOptimEngine:
         self._abandon_window()
         self._clear_gradients()
         self._buffers.drop()
+        copies = Copies()
         for name, p in self._params.items():
-            local(p).copy_(state["params"][name])
+            copies.add(local(p), state["params"][name])
         for name, b in self.module.named_buffers():
             saved = state["buffers"].get(name)
             if saved is not None and saved.shape == local(b).shape:
-                local(b).copy_(saved)
+                copies.add(local(b), saved)
         for saved_group, group in zip(state["optimizer"]["groups"], self.optimizer.param_groups, strict=True):
             for key, value in saved_group["options"].items():
-                group[key] = _put(group.get(key), value)
-        self._restore_optimizer_state(state["optimizer"]["state"])
+                group[key] = _put(group.get(key), value, copies)
+        self._restore_optimizer_state(state["optimizer"]["state"], copies)
+        copies.run()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(state["schedule"]["state"]))
         counters = state["counters"]
@@ -311,7 +313,7 @@ class TorchOptimEngine:
                 }
         return captured
 
-    def _restore_optimizer_state(self, saved: dict[str, Any]) -> None:
+    def _restore_optimizer_state(self, saved: dict[str, Any], copies: Copies) -> None:
         for names, group in zip(self._group_names, self.optimizer.param_groups, strict=True):
             step_on_device = bool(group.get("capturable") or group.get("fused"))
             for name in names:
@@ -326,7 +328,7 @@ class TorchOptimEngine:
                     shape = saved[name]["shapes"].get(key)
                     if isinstance(value, torch.Tensor) and (key != "step" or step_on_device):
                         value = value.to(p.device)  # torch.optim keeps `step` on the CPU otherwise
-                    live[key] = _put(live.get(key), value, like=p, shape=shape)
+                    live[key] = _put(live.get(key), value, copies, like=p, shape=shape)
 
     @staticmethod
     def _refuse(differences: list[str]) -> None:
@@ -515,13 +517,15 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _put(live: Any, saved: Any, like: torch.Tensor | None = None, shape: list[int] | None = None) -> Any:
-    """`saved` as a live value: copied into `live` where that tensor fits, else a new one, sharded as `like` if `shape`
-    (its global shape) is given."""
+def _put(
+    live: Any, saved: Any, copies: Copies, like: torch.Tensor | None = None, shape: list[int] | None = None
+) -> Any:
+    """`saved` as a live value: to be copied into `live` where that tensor fits, else a new one, sharded as `like` if
+    `shape` (its global shape) is given."""
     if not isinstance(saved, torch.Tensor):
         return copy.deepcopy(saved)
     if isinstance(live, torch.Tensor) and local(live).shape == saved.shape and live.dtype == saved.dtype:
-        local(live).copy_(saved)
+        copies.add(local(live), saved)
         return live
     fresh = saved.detach().clone()
     if shape is None or not isinstance(like, DTensor):

@@ -46,6 +46,7 @@ from resilient.incidents.scene import SceneKeeper
 from resilient.policies import Ladder, PolicyConfig
 from resilient.recovery.verdict import announce, write_verdict
 from resilient.telemetry.listeners import Progress, RunRecorder
+from resilient.telemetry.replay import ReplayCheck
 from resilient.telemetry.run_directory import RunDirectory
 
 
@@ -137,6 +138,8 @@ class Guard:
             built.append(self._recorder)
         if progress and self.rank == 0:
             built.append(Progress(self.run, total_steps=total_steps, log_every=log_every))
+        if self.run is not None and self.run.resumed and self.rank == 0:
+            built.append(ReplayCheck(self.run, tuple(built)))
         scene = None
         if self.run is not None:
             scene = SceneKeeper(self.run.incidents, self.rank, keep=guard.scene, limit=guard.scene_limit, text=text)

@@ -75,9 +75,11 @@ def step_record(report: StepReport) -> dict[str, Any]:
     return record
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Lines of a steps.jsonl in the order written; [] if there is no file. Torn lines are stepped over."""
-    return [record for record in _read(path) if "step" in record and "attempt" in record]
+def read_steps(path: Path, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Lines of a steps.jsonl in the order written; [] if there is no file. Torn lines are stepped over.
+
+    last_bytes: only those of the end of the file."""
+    return [record for record in _read(path, last_bytes) if "step" in record and "attempt" in record]
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -85,9 +87,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return [record for record in _read(path) if "kind" in record]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            if last_bytes is not None:
+                file.seek(max(os.fstat(file.fileno()).st_size - last_bytes, 0))
+            text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
     records = []

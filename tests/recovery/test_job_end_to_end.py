@@ -99,5 +99,6 @@ def test_br63_the_same_id_goes_on_with_the_original_configuration(tmp_path: Path
     assert "mine began with optim.lr=0.003; 0.5 is ignored" in again.stderr
     events = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "journal.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["kind"] == "resume"] == [4]
+    assert [(e["steps"], e["exact"]) for e in events if e["kind"] == "replay"] == [([5, 6], True)], "BR-08"
     refused = start([*job, "run.resume=never"], tmp_path)
     assert refused.returncode == 64 and "run.resume=never" in refused.stderr

@@ -31,8 +31,8 @@ class ReductionCheck:
     def __init__(self, stage: Stage, device: torch.device) -> None:
         self._stage = stage
         self._layers = stage.layers
-        named = stage.engine.module.named_parameters()
-        self._map = Rows(stage.layers, {name: (p, *stage.extent(p)) for name, p in named}, device)
+        named = {name: (p, *stage.extent(p)) for name, p in stage.parameters.items()}
+        self._map = Rows(stage.layers, named, device)
         count = self._map.count
         self._before = torch.zeros(count, PARTS, dtype=torch.float32, device=device)  # this rank's, still scaled
         self._after = torch.zeros(count, PARTS, dtype=torch.float32, device=device)

@@ -38,7 +38,7 @@ def frame_of(
         "layout": layout_of(engine, stage, schedulers),
         "spans": dict(description.spans),
         "shared": dict(description.shared),
-        "parameters": {name: _room(stage.parameter(p)) for name, p in engine.module.named_parameters()},
+        "parameters": {name: _room(stage.parameter(p)) for name, p in stage.parameters.items()},
         "buffers": {
             name: b.detach().to("cpu", copy=True)
             for name, b in engine.module.named_buffers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,22 +27,34 @@ OPTIONAL = ("moments", "schedulers", "scaler")  # parts that a state may lack wh
 
 def layout_of(engine: Engine, stage: Stage, schedulers: list[Any]) -> dict[str, str]:
     """What -> text, for everything that must agree between capture and restore."""
-    masters = stage.masters()
     layout = {
         "zero stage": str(int(engine.zero_optimization_stage())),
         "world size": str(dist.get_world_size()),
         "rank": str(dist.get_rank()),
         "optimizer": f"{type(stage.optimizer).__name__}({type(stage.base).__name__})",
         SCHEDULES: ", ".join(type(s).__name__ for s in schedulers) or "none",
-        "masters": ", ".join(sorted({"none" if m.alias else str(m.tensor.dtype) for m in masters})),
     }
-    for i, names in enumerate(_group_names(stage)):
-        layout[f"parameter group {i}"] = json.dumps(names)
-    for name, parameter in engine.module.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3: the whole parameter's
-        layout[f"parameter {name}"] = _entry(parameter, shape)
+    if stage not in _steady:
+        _steady[stage] = _steady_of(stage)
+    layout.update(_steady[stage])
     for name, buffer in persistent_buffers(engine.module).items():
         layout[f"buffer {name}"] = _entry(buffer)
+    return layout
+
+
+_steady: WeakKeyDictionary[Stage, dict[str, str]] = WeakKeyDictionary()
+
+
+def _steady_of(stage: Stage) -> dict[str, str]:
+    """Entries that stay as they are as long as there is the engine; made once, for a snapshot must cost little more than the
+    copy."""
+    masters = stage.masters()
+    layout = {"masters": ", ".join(sorted({"none" if m.alias else str(m.tensor.dtype) for m in masters}))}
+    for i, names in enumerate(_group_names(stage)):
+        layout[f"parameter group {i}"] = json.dumps(names)
+    for name, parameter in stage.parameters.items():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3: the whole parameter's
+        layout[f"parameter {name}"] = _entry(parameter, shape)
     for master in masters:
         layout[f"master {master.label}"] = _entry(master.tensor)
     return layout
@@ -63,8 +76,7 @@ def _group_names(stage: Stage) -> list[list[str]]:
         groups = optimizer.fp16_groups
     else:
         groups = [group["params"] for group in stage.base.param_groups]
-    names = {id(p): name for name, p in stage.engine.module.named_parameters()}
-    return [[names[id(p)] for p in group] for group in groups]
+    return [[stage.names[id(p)] for p in group] for group in groups]
 
 
 def _entry(tensor: torch.Tensor, shape: Iterable[int] | None = None) -> str:

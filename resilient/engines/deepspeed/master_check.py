@@ -36,7 +36,7 @@ def mismatched_weights(stage: Stage) -> list[str]:
 def _pairs(stage: Stage) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
     """(name, first element, weights, masters) of every range of a parameter that this rank has masters of; both flat."""
     described = describe(stage).spans
-    named = list(stage.engine.module.named_parameters())
+    named = list(stage.parameters.items())
     numbers = {name: number for number, (name, _) in enumerate(named)}
     pairs = []
     for master in stage.masters():

@@ -57,12 +57,12 @@ def describe(stage: Stage) -> Description:
     """Made once: a snapshot must cost little more than the copy."""
     if stage not in _described:
         module = stage.engine.module
-        numbers = {id(p): i for i, p in enumerate(module.parameters())}
+        numbers = {id(p): i for i, p in enumerate(stage.parameters.values())}
         spans = {
             label: torch.tensor([(numbers[id(p)], *span) for p, *span in rows], dtype=torch.int64).reshape(-1, 4)
             for label, rows in _flat(stage)
         }
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = stage.names
         every = module.named_parameters(remove_duplicate=False)
         _described[stage] = Description(spans, {name: names[id(p)] for name, p in every if names[id(p)] != name})
     return _described[stage]

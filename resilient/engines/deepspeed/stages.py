@@ -48,11 +48,14 @@ class Stage:
         self.engine = engine
         self.optimizer: Any = engine.optimizer
         self.base: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        # Looked up once, for a walk over all modules costs as much as copying a layer: the engine has taken these over
+        self.parameters: dict[str, torch.nn.Parameter] = dict(engine.module.named_parameters())
+        self.names = {id(p): name for name, p in self.parameters.items()}
         self.layers = Layers(
-            {n: int(getattr(p, "ds_numel", p.numel())) for n, p in engine.module.named_parameters()},
+            {n: int(getattr(p, "ds_numel", p.numel())) for n, p in self.parameters.items()},
             torch.device(engine.device),
         )
-        self._layer_of = {id(p): self.layers.of[n] for n, p in engine.module.named_parameters()}
+        self._layer_of = {id(p): self.layers.of[n] for n, p in self.parameters.items()}
         self._weight = 1 / engine.dp_world_size if self.replicated else 1.0
         self._owners: dict[int, torch.nn.Parameter] = {}  # address of a gradient -> whose it is
         self.reduce_s = 0.0  # host seconds in the tapped collectives, counted up
@@ -217,8 +220,7 @@ class Stage:
 
     def masters(self) -> list[Master]:
         """All tensors that the base optimizer updates on this rank, in a stable order."""
-        names = {id(p): name for name, p in self.engine.module.named_parameters()}
-        return [Master(names[id(p)], p, alias=True) for group in self.base.param_groups for p in group["params"]]
+        return [Master(self.names[id(p)], p, alias=True) for group in self.base.param_groups for p in group["params"]]
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The live tensor that holds this rank's part of a module parameter."""
@@ -294,9 +296,8 @@ class HalfStage(Stage):
     def masters(self) -> list[Master]:
         if hasattr(self.optimizer, "fp32_groups_flat"):
             return [Master(f"group{i}", t, alias=False) for i, t in enumerate(self.optimizer.fp32_groups_flat)]
-        names = {id(p): name for name, p in self.engine.module.named_parameters()}
         return [
-            Master(names[id(half)], master, alias=False)
+            Master(self.names[id(half)], master, alias=False)
             for halves, masters in zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True)
             for half, master in zip(halves, masters, strict=True)
         ]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from resilient.checkpoint.snapshot import freeze
+from resilient.checkpoint.snapshot import Copies, freeze
 from resilient.engines.absent import BUFFER, report
 from resilient.engines.base import EngineState
 from resilient.engines.deepspeed.layout import OPTIONAL, SCHEDULES, differences, layout_of, missing_parts
@@ -43,7 +43,7 @@ def live_state(engine: Engine, stage: Stage, schedulers: list[Any], extra: dict[
     masters, description = stage.masters(), describe(stage)
     return {
         "layout": layout_of(engine, stage, schedulers),
-        "parameters": {n: stage.parameter(p).detach() for n, p in engine.module.named_parameters()},
+        "parameters": {n: stage.parameter(p).detach() for n, p in stage.parameters.items()},
         "buffers": {n: b.detach() for n, b in engine.module.named_buffers()},
         "masters": {m.label: m.tensor.detach() for m in masters if not m.alias},
         "moments": {m.label: _plain(stage.base.state.get(m.tensor, {}), "moments") for m in masters},
@@ -104,17 +104,19 @@ def restore_state(engine: Engine, stage: Stage, schedulers: list[Any], state: En
     """Put `state` back into the live tensors; returns the counters. Nothing is touched if it does not fit."""
     _check_fits(layout_of(engine, stage, schedulers), stage, state)
     stage.drop_gradients()
-    for name, parameter in engine.module.named_parameters():
-        stage.parameter(parameter).copy_(state["parameters"][name])
+    copies = Copies()
+    for name, parameter in stage.parameters.items():
+        copies.add(stage.parameter(parameter), state["parameters"][name])
     for name, buffer in engine.module.named_buffers():
         saved = state["buffers"].get(name)
         if saved is not None and saved.shape == buffer.shape:  # others are caches: not persistent, see layout.py
-            buffer.copy_(saved)
-    _restore_optimizer(stage, state)
+            copies.add(buffer, saved)
+    _restore_optimizer(stage, state, copies)
     for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(saved))
     for group, saved in zip(stage.base.param_groups, state["groups"], strict=True):
-        _restore_group(group, saved)
+        _restore_group(group, saved, copies)
+    copies.run()
     _restore_scaler(stage, state["scaler"])
     for name in _COUNTERS:
         setattr(engine, name, state["counters"][name])
@@ -142,12 +144,12 @@ def _check_fits(here: dict[str, str], stage: Stage, state: EngineState) -> None:
 # --- the parts ---
 
 
-def _restore_optimizer(stage: Stage, state: EngineState) -> None:
+def _restore_optimizer(stage: Stage, state: EngineState, copies: Copies) -> None:
     groups = {id(p): group for group in stage.base.param_groups for p in group["params"]}
     replaced = False
     for master in stage.masters():
         if not master.alias:
-            master.tensor.copy_(state["masters"][master.label])
+            copies.add(master.tensor, state["masters"][master.label])
         saved, live = state["moments"][master.label], stage.base.state.get(master.tensor, {})
         for key in [key for key in live if key not in saved]:  # created after the capture
             del live[key]
@@ -155,7 +157,7 @@ def _restore_optimizer(stage: Stage, state: EngineState) -> None:
         for key, value in saved.items():
             current = live.get(key)
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and _alike(value, current):
-                current.copy_(value)
+                copies.add(current, value)
             else:
                 live[key] = _thaw(value, master.tensor, groups.get(id(master.tensor), {}))
                 replaced = True
@@ -180,12 +182,12 @@ def _thaw(value: Any, master: torch.Tensor, group: Mapping[str, Any]) -> Any:
     return value
 
 
-def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], copies: Copies) -> None:
     for key in [key for key in group if key != "params" and key not in saved]:
         del group[key]
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(value)
+            copies.add(group[key], value)
         else:
             group[key] = copy.deepcopy(value)
 
