@@ -1,8 +1,8 @@
 """The step loop: measure -> exchange -> judge -> decide -> act -> commit, the same on every rank.
 
 Read `step` first: it is one step's data from tap to action. No leader, no broadcast: every rank sees the same table
-and takes the same decision. The vote comes after the backward pass and before the optimizer touches anything. What is
-suspected is looked into there (second_look.py), or the step is held while a window runs once more (rerun.py).
+and takes the same decision. The vote comes after the backward pass and before the optimizer touches anything. How a
+table becomes a decision is in inquiry.py; a window may run once more before anything acts (rerun.py).
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ from resilient.checkpoint.snapshot import Snapshot
 from resilient.coordinator.attendance import Attendance
 from resilient.coordinator.config import GuardConfig
 from resilient.coordinator.contracts import Contracts
-from resilient.coordinator.events import Listener, StepReport
+from resilient.coordinator.events import Listener
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import Window, WindowFeed
-from resilient.coordinator.fingerprints import Fingerprints
+from resilient.coordinator.inquiry import Inquiry
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.keeping import Keeper
 from resilient.coordinator.measure import Measurement
 from resilient.coordinator.other_world import samples_per_window
 from resilient.coordinator.outer import Outer
 from resilient.coordinator.preemption import CalledAway, Preemption
-from resilient.coordinator.reporting import Listeners, incident_report, step_report
-from resilient.coordinator.requests import RequestDesk, granted
-from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
+from resilient.coordinator.reporting import Listeners, incident_report, step_report, unguarded_report, verdict_report
+from resilient.coordinator.requests import RequestDesk
+from resilient.coordinator.rerun import OriginProbe, Refused
 from resilient.coordinator.resuming import Resumer
-from resilient.coordinator.second_look import SecondLook
 from resilient.coordinator.state import StateKeeper
 from resilient.coordinator.tiers import Refit
-from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
 from resilient.errors import (
     CheckpointError,
@@ -57,18 +55,7 @@ from resilient.errors import (
     Preempted,
     StopRequested,
 )
-from resilient.signals import (
-    Confirmation,
-    Decision,
-    Exchanged,
-    Finding,
-    Flag,
-    Kind,
-    Knobs,
-    LinkReport,
-    Observation,
-    StepRecord,
-)
+from resilient.signals import Confirmation, Decision, Exchanged, Flag, Kind, Knobs, StepRecord
 from resilient.signals.record import names_digest
 
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
@@ -122,13 +109,9 @@ class Coordinator:
         self._outer_path = outer_path if exchange.rank == 0 else None
         self._scene = scene
         self._origin = origin
-        self._rerun: Rerun | None = None  # from `start` on, where there is a judge
-        self._second_look: SecondLook | None = None
-        self._fingerprints: Fingerprints | None = None
-        self._hosts: tuple[str, ...] = ()
+        self._inquiry: Inquiry | None = None  # from `start` on, where there is a judge
         self._refused: Refused | None = None  # a window that is to run again before anything else: looked at, or held
         self._again: Refused | None = None  # the window of the next attempt, after a retry
-        self._lrs = (0.0, 0.0)  # of the last two applied steps
         self._after_retry: Any = None  # random streams as they were at the end of the attempt that is run again
         self._state = StateKeeper(engine, feed, judge)
         self._contracts = Contracts(engine, config.blind_after)
@@ -198,7 +181,17 @@ class Coordinator:
         self._upcoming()
         if self.judge is not None and self.guarded:
             self._hello()
-            self._prepare_second_looks(self.judge)
+            self._inquiry = Inquiry(
+                self.judge,
+                self.engine,
+                self.exchange,
+                self.feed,
+                self.config,
+                self.outer,
+                self._origin,
+                targets=self._kept.tiers.count,
+                tell=self._tell,
+            )
         snapshot = self._snapshot_if(self.guarded and self.ring.config.every > 0)
         if not resumed and self._kept.saver.periodic:
             self._save(snapshot or self._state.capture(0, 0))  # a restart never has to begin from nothing
@@ -239,35 +232,6 @@ class Coordinator:
                 "engine.optimizer.refresh_fp32_params())"
             )
 
-    def _prepare_second_looks(self, judge: Judge) -> None:
-        config = self.config
-        if not config.reduction_check:
-            self.engine.uncheck()
-        self._hosts = self.exchange.hosts()
-        self._rerun = Rerun(
-            self.engine,
-            self.exchange,
-            self._origin,
-            origins=config.nan_probes,
-            confirmations=config.confirmations,
-            hosts=self._hosts,
-        )
-        self._second_look = SecondLook(
-            self.engine,
-            self.exchange,
-            judge.monitor,
-            digests_every=config.digests_every,
-            probes=config.link_probes,
-            probe_s=config.link_probe_s,
-            hosts=self._hosts,
-        )
-        rank, world = self.exchange.rank, self.exchange.world_size
-        self._fingerprints = Fingerprints(self.feed, self.engine.module, self.engine.device, rank=rank, world=world)
-        wrong = np.flatnonzero(self.exchange.gather(torch.tensor([float(bool(self._fingerprints.problem))]))[:, 0])
-        if len(wrong):
-            problem = self.exchange.share(self._fingerprints.problem, source=int(wrong[0]))
-            self._tell("warning", {"message": f"rank {', '.join(map(str, wrong[:8]))}: {problem}"})
-
     def batches(self, steps: int | None = None, epochs: int | None = None) -> Iterator[Any]:
         """Micro-batches, window by window, until `steps` optimizer steps are in force, `epochs` epochs of the run are
         over (None: the current pass over the loader), or the data ends. Rollbacks happen inside: the iterator goes on
@@ -305,8 +269,10 @@ class Coordinator:
         """Backward of one micro-step. `report`: the rank's own mean loss to show, when `loss` is weighted for the global
         mean; `tokens`: how many tokens it is over. Neither may cost a host sync."""
         if self.rerunning:
-            assert self._rerun is not None
-            self._rerun.loss(loss if report is None else torch.stack((loss.reshape(()), report.to(loss).reshape(()))))
+            assert self._inquiry is not None
+            self._inquiry.rerun.loss(
+                loss if report is None else torch.stack((loss.reshape(()), report.to(loss).reshape(())))
+            )
         elif self._measure is not None and self.guarded:
             self._measure.loss(loss, report, tokens)
         self._last_loss = (loss if report is None else report).detach()
@@ -436,8 +402,8 @@ class Coordinator:
             self._desk.close(self.applied)
         self._kept.close()
         self._listeners.close()
-        if self._second_look is not None:
-            self._second_look.close()
+        if self._inquiry is not None:
+            self._inquiry.close()
         self.exchange.close()
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -458,23 +424,24 @@ class Coordinator:
             self._measure.start()
         if again is not None:
             again.begin.put_back(self.engine.device)  # last: what was above may draw
-        if self._rerun is not None and self.guarded:
-            self._rerun.mark(self.window_tokens)
+        if self._inquiry is not None and self.guarded:
+            self._inquiry.rerun.mark(self.window_tokens)
 
     def _run_again(self, refused: Refused) -> Iterator[Any]:
         """A refused window once more, only to be looked at (see rerun.py): it counts for nothing. If the step was held for
         it, what follows from the first run is decided and done now."""
-        assert self._rerun is not None and self._measure is not None
+        assert self._inquiry is not None and self._measure is not None
+        rerun = self._inquiry.rerun
         tokens_to_come, self.window_tokens = self.window_tokens, refused.begin.tokens
         self._window, self.window_size = refused.window, len(refused.window.batches)
         self._micro, self.rerunning = 0, True
         self._measure.pause(True)
         try:
-            with closing(self._rerun.deliver(refused)) as batches:
+            with closing(rerun.deliver(refused)) as batches:
                 for index, batch in enumerate(batches):
                     yield batch
                     self._check_micro(index)
-            origin, confirmation = self._rerun.agree(refused)
+            origin, confirmation = rerun.agree(refused)
         except ExchangeFailed as error:
             self._exchange_works = False
             return self._guard_failed(error)
@@ -489,12 +456,9 @@ class Coordinator:
 
     def _settle_held(self, refused: Refused, confirmation: Confirmation) -> None:
         """The step was held at the gate: judge its first run again, knowing what the second has shown."""
+        assert self._inquiry is not None
         try:
-            judgement = self._conclude(refused.judgement.observation, refused.judgement.findings, confirmation)
-            if judgement.decision.action == "apply":  # its gradients are gone
-                decision = replace(judgement.decision, action="retry", reason="the second run was as it should be")
-                judgement = replace(judgement, decision=decision)
-            self._confirm(judgement.decision)
+            judgement = self._inquiry.resolve(refused, confirmation)
         except Exception as error:
             self._exchange_works = not isinstance(error, ExchangeFailed)
             return self._guard_failed(error)
@@ -545,10 +509,12 @@ class Coordinator:
         if remark:
             self._tell("warning", {"message": remark})
         self._note_next(table)
+        assert self._inquiry is not None and self._window is not None
         try:
-            judgement = self._judge(table)
-            if self._hold(judgement, table):
-                return
+            judgement = self._inquiry.decide(table)
+            self._refused = self._inquiry.hold(judgement, table, self._window)
+            if self._refused is not None:  # batches() delivers the window once more before anything is decided
+                return self.engine.abandon()
         except Exception as error:
             # The judge is pure, so this happens on all ranks alike. Should a rank be alone, the flag in its next row
             # takes the others along: until then it keeps exchanging.
@@ -575,70 +541,13 @@ class Coordinator:
         for name, value in evaluated.items():
             setattr(record, name, value)
         record.digest = self._digest
-        if self._second_look is not None and self._fingerprints is not None:
-            self._second_look.fill(record)
-            self._fingerprints.fill(record, self._window, due=self._second_look.digests_due(self.step_index))
+        if self._inquiry is not None:
+            self._inquiry.fill(record, self._window)
         dropped = Flag.TELEMETRY_FAILED if self._listeners.dropped else 0
         record.flags = self._pending_flags | dropped | self._kept.flags() | self._contracts.flags(self.applied)
         if self._desk is not None:
             self._desk.fill(record)
         return record
-
-    def _judge(self, table: Exchanged) -> Judgement:
-        assert self.judge is not None and self._second_look is not None
-        self._second_look.agree_on_plan(table)
-        observation, findings = self.judge.see(table)
-        findings = self._second_look.look(observation, findings)
-        judgement = self._conclude(observation, findings)
-        if judgement.verdict is not None and wants_probe(judgement.verdict):
-            links = self._second_look.links()
-            if links is not None:
-                self._tell("links", {"step": table.step, **asdict(links)})
-                judgement = self._conclude(observation, findings, links=links)
-        judgement, self.outer.lr_factor = granted(judgement, table, self.outer.lr_factor, self._kept.tiers.count)
-        if judgement.decision.action != "apply":
-            self._confirm(judgement.decision)
-        return judgement
-
-    def _conclude(
-        self,
-        observation: Observation,
-        findings: tuple[Finding, ...],
-        confirmation: Confirmation | None = None,
-        links: LinkReport | None = None,
-    ) -> Judgement:
-        assert self.judge is not None
-        return self.judge.conclude(
-            observation,
-            findings,
-            dynamic_scale=self.engine.dynamic_loss_scale(),
-            targets=self._kept.tiers.count,
-            hosts=self._hosts,
-            links=links,
-            confirmation=confirmation,
-            lr_change=self._lrs[1] / self._lrs[0] if self._lrs[0] > 0 else 1.0,
-        )
-
-    def _hold(self, judgement: Judgement, table: Exchanged) -> bool:
-        """Hold the step, if a rank is to be run again before anything is decided about it: batches() delivers the window
-        once more. True if it is held."""
-        if self._rerun is None or self._window is None or judgement.verdict is None:
-            return False
-        self._refused = self._rerun.confirm(judgement, table, self._window, wants_confirmation(judgement.verdict))
-        if self._refused is None:
-            return False
-        self.engine.abandon()
-        return True
-
-    def _confirm(self, decision: Decision) -> None:
-        """Before anything but `apply`: all ranks show their decision, so that none acts alone. Rare, so it may cost a
-        second collective; `apply` is checked one step later for free."""
-        digest = decision.digest()
-        record = StepRecord(decision.step, decision.attempt, kind=Kind.CONFIRM, digest=digest, loss=0.0, loss_max=0.0)
-        table = self.exchange.table(record)
-        low, high = table.ends("digest")
-        if table.ranks_flagged(Flag.GUARD_FAILED) or (low, high) != (digest, digest):
-            raise GuardError(f"ranks decided differently at step {decision.step}: digests from {low:.0f} to {high:.0f}")
 
     def _upcoming(self) -> Window | None:
         """The next window. None: the epoch has no more, or there is no time left to wait for it."""
@@ -662,8 +571,8 @@ class Coordinator:
         first = self.judge.ladder.refused_in_a_row == 0
         if decision.incident and self._scene is not None and first:
             self._scene(decision, window.batches, self.engine)
-        if self._rerun is not None and decision.action == "skip" and not looked_at:
-            self._refused = self._rerun.origin(judgement, table, window, first)
+        if self._inquiry is not None and decision.action == "skip" and not looked_at:
+            self._refused = self._inquiry.rerun.origin(judgement, table, window, first)
         applied, target, excluded = False, None, None
         if decision.action == "apply":
             applied = self._apply(table.grad_norm, knobs)
@@ -694,7 +603,9 @@ class Coordinator:
         for alarm in alarms:
             self._tell("alarm", asdict(alarm))
         if alarms and not decision.incident:
-            self._tell_verdict(judgement)
+            verdict = verdict_report(judgement)  # an incident says it itself
+            if verdict:
+                self._tell("verdict", verdict)
         if decision.incident:
             self._keep_outer()
             self._listeners.tell("incident", incident_report(judgement, target, excluded))
@@ -713,9 +624,9 @@ class Coordinator:
 
     def _run_it_again(self, judgement: Judgement, table: Exchanged, window: Window) -> None:
         """The same window is the next attempt at this step, as if this one had not been."""
-        assert self._rerun is not None
+        assert self._inquiry is not None
         self.engine.abandon()
-        self._again = self._rerun.again(judgement, table, window)
+        self._again = self._inquiry.rerun.again(judgement, table, window)
         self._after_retry = capture_rng(self.engine.device)
 
     def _apply(self, grad_norm: float | None, knobs: Knobs) -> bool:
@@ -727,7 +638,8 @@ class Coordinator:
         if applied:
             self.applied += 1
             self.outer.applied += 1
-            self._lrs = (self._lrs[1], lr * knobs.lr_factor)
+            if self._inquiry is not None:
+                self._inquiry.applied(lr * knobs.lr_factor)
         else:
             self._tell("warning", {"message": f"the engine refused step {self.step_index} by itself"})
         self._contracts.remember_lr()
@@ -919,7 +831,12 @@ class Coordinator:
         self.feed.peek()
         self._save_if_due(applied, False, None)
         if applied and self.applied % _UNGUARDED_REPORT_EVERY == 0 and self._listeners:
-            self._report_unguarded()
+            loss = float(self._last_loss) if self._last_loss is not None else math.nan
+            tokens = self._window.tokens * self.exchange.world_size if self._window is not None else 0.0
+            seconds = time.perf_counter() - self._clock
+            self._listeners.tell(
+                "step", unguarded_report(self.engine, self.applied, self.outer.attempts, loss, tokens, seconds)
+            )
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -930,24 +847,6 @@ class Coordinator:
         """On this rank's stderr, and to its listeners."""
         print(f"resilient: WARNING: rank {self.exchange.rank}: {message}", file=sys.stderr, flush=True)
         self._tell("warning", {"message": message})
-
-    def _tell_verdict(self, judgement: Judgement) -> None:
-        """What is behind a warning, when that can be said. An incident says it itself."""
-        verdict = judgement.verdict
-        if verdict is not None and (verdict.cause != "unknown" or verdict.ranks):
-            about = {k: v for k, v in asdict(verdict).items() if k not in ("findings", "severity", "scale_overflow")}
-            self._tell("verdict", {"step": judgement.decision.step, "attempt": judgement.decision.attempt, **about})
-
-    def _report_unguarded(self) -> None:
-        """A sign of life now and then: this rank's last micro-step's loss, and nothing that was not measured."""
-        loss = float(self._last_loss) if self._last_loss is not None else math.nan
-        lr, scale = self.engine.lr(), self.engine.loss_scale()
-        tokens = self._window.tokens * self.exchange.world_size if self._window is not None else 0.0
-        seconds = time.perf_counter() - self._clock
-        report = StepReport(
-            self.applied, self.outer.attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-"
-        )
-        self._listeners.tell("step", report)
 
     def _keep_outer(self) -> None:
         """What outlives a rollback also outlives the process, from the incident on."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from resilient.coordinator.events import Incident, Listener, StepReport
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.diagnosis.symptoms import causes
+from resilient.engines.base import Engine
 from resilient.signals import Exchanged
 
 _SIGNALS = (
@@ -96,6 +99,23 @@ def step_report(
         budget_left=judge.ladder.budget_left(attempts),
         position=position,
     )
+
+
+def unguarded_report(
+    engine: Engine, step: int, attempts: int, loss: float, tokens: float, seconds: float
+) -> StepReport:
+    """A sign of life: this rank's last micro-step's loss, and nothing that was not measured."""
+    lr, scale = engine.lr(), engine.loss_scale()
+    return StepReport(step, attempts, True, "apply", loss, math.nan, lr, scale, tokens, seconds, level="-")
+
+
+def verdict_report(judgement: Judgement) -> dict[str, Any]:
+    """What is behind a warning; empty where that cannot be said."""
+    verdict = judgement.verdict
+    if verdict is None or (verdict.cause == "unknown" and not verdict.ranks):
+        return {}
+    about = {k: v for k, v in asdict(verdict).items() if k not in ("findings", "severity", "scale_overflow")}
+    return {"step": judgement.decision.step, "attempt": judgement.decision.attempt, **about}
 
 
 def incident_report(judgement: Judgement, target: int | None, excluded: tuple[int, int] | None) -> Incident:
