@@ -134,6 +134,8 @@ def _plan(state: Any, into: Any, copies: Copies) -> Any:
         old: Mapping[Any, Any] = into if isinstance(into, dict) else {}
         return {key: _plan(item, old.get(key), copies) for key, item in state.items()}
     if kind is list or kind is tuple:
+        if _PLAIN.issuperset(map(type, state)):
+            return kind(state)
         alike = isinstance(into, list | tuple) and len(into) == len(state)
         return kind(_plan(item, into[i] if alike else None, copies) for i, item in enumerate(state))
     return copy.deepcopy(state)

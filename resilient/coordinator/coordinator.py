@@ -348,7 +348,7 @@ class Coordinator:
             raise ConfigError("guard.save(): there is no run_dir to save to")
         if not self._started:
             raise ConfigError("guard.save(): nothing has begun yet: take a batch or call guard.start() first")
-        held = self._refused is not None and self._refused.suspect is not None
+        held = self._refused is not None and self._refused.held
         note = ""
         if not self._exchange_works:
             note = f"the guard has broken, and rank {self.exchange.rank} cannot vote on a checkpoint any more"
@@ -452,10 +452,11 @@ class Coordinator:
             self._tell("nan_origin", origin)
         if confirmation is not None:
             self._tell("confirmation", asdict(confirmation))
+        if refused.held:
             self._settle_held(refused, confirmation)
 
-    def _settle_held(self, refused: Refused, confirmation: Confirmation) -> None:
-        """The step was held at the gate: judge its first run again, knowing what the second has shown."""
+    def _settle_held(self, refused: Refused, confirmation: Confirmation | None) -> None:
+        """The step was held at the gate: do what follows from its first run, knowing what the second has shown."""
         assert self._inquiry is not None
         try:
             judgement = self._inquiry.resolve(refused, confirmation)

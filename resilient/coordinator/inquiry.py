@@ -110,13 +110,19 @@ class Inquiry:
         return judgement
 
     def hold(self, judgement: Judgement, table: Exchanged, window: Window) -> Refused | None:
-        """The window that is to run again before anything is decided about its step."""
-        if judgement.verdict is None:
+        """The window that is to run again before anything is done about its step."""
+        if judgement.verdict is None or judgement.decision.action == "apply":
             return None
-        return self.rerun.confirm(judgement, table, window, wants_confirmation(judgement.verdict))
+        suspected = self.rerun.confirm(judgement, table, window, wants_confirmation(judgement.verdict))
+        if suspected is not None or judgement.decision.action == "skip":  # which leaves the weights: looked at afterwards
+            return suspected
+        return self.rerun.origin(judgement, table, window, self._judge.ladder.refused_in_a_row == 0)
 
-    def resolve(self, refused: Refused, confirmation: Confirmation) -> Judgement:
-        """The first run of a held step judged again, knowing what the second has shown. Raises as `decide`."""
+    def resolve(self, refused: Refused, confirmation: Confirmation | None) -> Judgement:
+        """The first run of a held step judged again, knowing what the second has shown of the suspect, if there is one.
+        Raises as `decide`."""
+        if confirmation is None:
+            return refused.judgement
         judgement = self._conclude(refused.judgement.observation, refused.judgement.findings, confirmation)
         if judgement.decision.action == "apply":  # its gradients are gone
             decision = replace(judgement.decision, action="retry", reason="the second run was as it should be")

@@ -38,6 +38,7 @@ from resilient.engines.base import Engine, Taps
 from resilient.signals import Confirmation, Exchanged, Kind, StepRecord, StepTable
 
 _MOST_BYTES = 256 << 20
+_FOR_GOOD = ("rollback", "stop")  # the weights that the window met are gone afterwards
 
 
 class OriginProbe(Protocol):
@@ -78,7 +79,7 @@ class Refused:
     """A window to run again, and what was made of it.
 
     table: of its first run. suspect, peer: ranks of a confirm run; peer None: there is nobody else who could run it.
-    probed: with hooks, to see where its NaN began."""
+    probed: with hooks, to see where its NaN began. held: nothing has been done about the first run yet."""
 
     judgement: Judgement
     table: Exchanged
@@ -87,6 +88,7 @@ class Refused:
     suspect: int | None = None
     peer: int | None = None
     probed: bool = False
+    held: bool = False
 
 
 class Rerun:
@@ -124,13 +126,14 @@ class Rerun:
         return Refused(judgement, table, window, self._begin)
 
     def origin(self, judgement: Judgement, table: Exchanged, window: Window, first: bool) -> Refused | None:
-        """The window, if it is worth a look at where its NaN began. first: of a row of refusals."""
+        """The window, if it is worth a look at where its NaN began: after a skip, but before weights are given back or the
+        run ends. first: of a row of refusals."""
         decision = judgement.decision
-        worth = _nonfinite(judgement) and first and decision.action == "skip" and decision.incident
+        worth = _nonfinite(judgement) and first and decision.action in ("skip", *_FOR_GOOD) and decision.incident
         if not worth or self._origins == 0 or self._begin is None:
             return None
         self._origins -= 1
-        return Refused(judgement, table, window, self._begin, probed=True)
+        return Refused(judgement, table, window, self._begin, probed=True, held=decision.action in _FOR_GOOD)
 
     def confirm(self, judgement: Judgement, table: Exchanged, window: Window, suspect: int | None) -> Refused | None:
         """The window, if the step is to be held while `suspect` is run again."""
@@ -140,7 +143,7 @@ class Rerun:
         self._confirmations -= 1
         probed = _nonfinite(judgement) and self._origins > 0
         self._origins -= probed
-        return Refused(judgement, table, window, self._begin, suspect, self._peer(suspect, table), probed)
+        return Refused(judgement, table, window, self._begin, suspect, self._peer(suspect, table), probed, held=True)
 
     def _peer(self, suspect: int, table: Exchanged) -> int | None:
         """Who runs the suspect's window too: a peer on another host if there is one, else the next one."""

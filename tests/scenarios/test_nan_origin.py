@@ -17,7 +17,9 @@ from torch import nn
 import resilient
 from resilient.checkpoint.config import SnapshotConfig
 from resilient.coordinator.config import GuardConfig
+from resilient.errors import StopRequested
 from resilient.incidents.nan_origin import OriginProbe
+from resilient.policies.config import PolicyConfig, RollbackConfig, SkipConfig
 from resilient.telemetry.report import report_page
 from resilient.telemetry.run_data import load_run
 from tests.ranks import run_pooled, run_ranks
@@ -91,6 +93,33 @@ def test_t6_a_nan_that_does_not_come_back_is_called_transient_and_the_budget_hol
     run = load_run(tmp_path / "run")
     assert [r["attempt"] for r in run.journal if r["kind"] == "nan_origin"] == [3]
     assert "run again: did not recur on the same batch" in report_page(run)
+
+
+def without_a_skip(rank: int, world: int, engine: str, rollbacks: int) -> list[Outcome]:
+    """A ladder that does not skip: it goes back at the first NaN, or stops where it may not go back."""
+    fault = {"kind": "nan_in_module", "step": 5, "rank": 1, "module": "blocks.1.mlp.down", "place": "forward"}
+    skip = SkipConfig(max_in_a_row=0, budget=64 if rollbacks else 0)
+    policy = PolicyConfig(skip=skip, rollback=RollbackConfig(budget=rollbacks))
+    job = Job(engine=engine, steps=7, policy=policy, snapshot=SnapshotConfig(every=2), fault=fault)
+    ends = None if rollbacks else StopRequested
+    return [run_job(job.with_(guard=guard), rank, world, raises=ends) for guard in (LOOK, NEVER)]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("rollbacks", "action"), [(2, "rollback"), (0, "stop")])
+def test_t6_a_nan_is_looked_at_before_a_rollback_or_stop(engine: str, rollbacks: int, action: str):
+    for looked, twin in run_pooled(without_a_skip, 2, engine, rollbacks):
+        (origin,) = origins(looked)
+        assert (origin["attempt"], origin["ranks"], origin["module"]) == (5, [1], "blocks.1.mlp.down"), origin
+        assert origins(twin) == []
+        assert (
+            [(i.step, i.action) for i in looked.incidents]
+            == [(5, action)]
+            == [(i.step, i.action) for i in twin.incidents]
+        )
+        assert looked.error == twin.error and bool(looked.error) is (action == "stop")
+        assert same_training(looked, twin) == []
+        assert looked.leaves == twin.leaves and looked.counters == twin.counters
 
 
 # -- one process, models of one's own ------------------------------------------------------------------------------------
