@@ -55,7 +55,7 @@ from resilient.errors import (
     Preempted,
     StopRequested,
 )
-from resilient.signals import Confirmation, Decision, Exchanged, Flag, Kind, Knobs, StepRecord
+from resilient.signals import Alarm, Confirmation, Decision, Exchanged, Flag, Kind, Knobs, StepRecord
 from resilient.signals.record import names_digest
 
 _UNGUARDED_REPORT_EVERY = 10  # steps: reading a loss costs a host sync, and unguarded must cost nothing
@@ -589,24 +589,7 @@ class Coordinator:
             self._run_it_again(judgement, table, window)
         elif decision.action == "rollback":
             target, excluded = self._roll_back(decision, further_back)
-        report = step_report(
-            judgement,
-            table,
-            self.judge,
-            applied=applied,
-            lr=lr * knobs.lr_factor if applied else lr,
-            time_s=time.perf_counter() - self._clock,
-            position=window.index,
-            attempts=self.outer.attempts,
-        )
-        report = replace(report, signals={**report.signals, **self._kept.saver.signals(self.applied)})
-        self._listeners.tell("step", report)
-        for alarm in alarms:
-            self._tell("alarm", asdict(alarm))
-        if alarms and not decision.incident:
-            verdict = verdict_report(judgement)  # an incident says it itself
-            if verdict:
-                self._tell("verdict", verdict)
+        self._tell_step(judgement, table, window, alarms, applied, lr * knobs.lr_factor if applied else lr)
         if decision.incident:
             self._keep_outer()
             self._listeners.tell("incident", incident_report(judgement, target, excluded))
@@ -622,6 +605,36 @@ class Coordinator:
         if self._desk is not None:
             saved = self._kept.saver.last == self.applied
             self._desk.answer(decision, self.applied, saved=saved, leaving=self._leaving)
+
+    def _tell_step(
+        self,
+        judgement: Judgement,
+        table: Exchanged,
+        window: Window,
+        alarms: Sequence[Alarm],
+        applied: bool,
+        lr: float,
+    ) -> None:
+        """What became of the attempt. lr: used, or that would have been."""
+        assert self.judge is not None
+        report = step_report(
+            judgement,
+            table,
+            self.judge,
+            applied=applied,
+            lr=lr,
+            time_s=time.perf_counter() - self._clock,
+            position=window.index,
+            attempts=self.outer.attempts,
+        )
+        report = replace(report, signals={**report.signals, **self._kept.saver.signals(self.applied)})
+        self._listeners.tell("step", report)
+        for alarm in alarms:
+            self._tell("alarm", asdict(alarm))
+        if alarms and not judgement.decision.incident:  # which says itself what is behind it
+            verdict = verdict_report(judgement)
+            if verdict:
+                self._tell("verdict", verdict)
 
     def _run_it_again(self, judgement: Judgement, table: Exchanged, window: Window) -> None:
         """The same window is the next attempt at this step, as if this one had not been."""

@@ -114,7 +114,9 @@ class Inquiry:
         if judgement.verdict is None or judgement.decision.action == "apply":
             return None
         suspected = self.rerun.confirm(judgement, table, window, wants_confirmation(judgement.verdict))
-        if suspected is not None or judgement.decision.action == "skip":  # which leaves the weights: looked at afterwards
+        if (
+            suspected is not None or judgement.decision.action == "skip"
+        ):  # which leaves the weights: looked at afterwards
             return suspected
         return self.rerun.origin(judgement, table, window, self._judge.ladder.refused_in_a_row == 0)
 
