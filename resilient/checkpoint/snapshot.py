@@ -20,7 +20,7 @@ from resilient.checkpoint.digest import state_digest, walk
 PARTS = ("engine", "rng", "data", "judge")
 """Required parts. A snapshot or checkpoint that lacks one is refused (BR-09)."""
 
-_PLAIN = frozenset((int, float, str, bool, type(None)))  # need no copy
+PLAIN = frozenset((int, float, str, bool, type(None)))  # need no copy
 
 _LONGEST_S = 600.0  # that anybody waits for digests: a terabyte takes minutes
 
@@ -114,7 +114,7 @@ class Copies:
         """Do all of it, and wait for the streams of the accelerators that took part: both sides may be used again then."""
         if not self._targets:
             return
-        devices = {tensor.device for tensor in (*self._targets, *self._sources) if tensor.device.type != "cpu"}
+        devices = {tensor.device for tensor in (*self._targets, *self._sources) if not tensor.is_cpu}
         torch._foreach_copy_(self._targets, self._sources, non_blocking=bool(devices))
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
@@ -122,19 +122,18 @@ class Copies:
 
 def _plan(state: Any, into: Any, copies: Copies) -> Any:
     kind = type(state)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return state
     if isinstance(state, torch.Tensor):
         fits = isinstance(into, torch.Tensor) and into.shape == state.shape and into.dtype == state.dtype
-        pinned = state.device.type != "cpu"
-        kept = into if fits else torch.empty(state.shape, dtype=state.dtype, pin_memory=pinned)
+        kept = into if fits else torch.empty(state.shape, dtype=state.dtype, pin_memory=not state.is_cpu)
         copies.add(kept, state)
         return kept
     if kind is dict:
         old: Mapping[Any, Any] = into if isinstance(into, dict) else {}
         return {key: _plan(item, old.get(key), copies) for key, item in state.items()}
     if kind is list or kind is tuple:
-        if _PLAIN.issuperset(map(type, state)):
+        if PLAIN.issuperset(map(type, state)):
             return kind(state)
         alike = isinstance(into, list | tuple) and len(into) == len(state)
         return kind(_plan(item, into[i] if alike else None, copies) for i, item in enumerate(state))

@@ -20,7 +20,7 @@ from resilient.checkpoint.filesystem import Outcome, State
 from resilient.checkpoint.interval import IntervalConfig, Intervals
 from resilient.checkpoint.manifest import Checkpoint, Health
 from resilient.checkpoint.pieces import to_plain
-from resilient.checkpoint.snapshot import Snapshot
+from resilient.checkpoint.snapshot import PLAIN, Snapshot
 from resilient.coordinator.contracts import Contracts
 from resilient.coordinator.exchange import Exchange
 from resilient.coordinator.feed import WindowFeed
@@ -352,7 +352,8 @@ def _structure(state: Any) -> Any:
     if kind is dict:
         return list(state), [_structure(value) for value in state.values()]
     if kind is list or kind is tuple:
-        return [_structure(value) for value in state]
+        tensors = not PLAIN.issuperset(map(type, state))
+        return [_structure(value) for value in state] if tensors else len(state)
     return None
 
 

@@ -21,6 +21,8 @@ from resilient.coordinator.judge import Judge
 from resilient.engines.base import Engine
 from resilient.errors import CheckpointError, DataPositionError
 
+_OWN = ("rng", "judge")  # parts that are copies already, whoever makes them
+
 
 class StateKeeper:
     """Knows the parts of a snapshot and the order in which they must go back."""
@@ -38,7 +40,9 @@ class StateKeeper:
         The digests are taken of the frozen copy, in the background."""
         if into is not None and isinstance(into.digests, Digests) and not into.digests.taken:
             into = None  # still being read
-        parts = freeze(self._live(), into.parts if into is not None else None)
+        live = self._live()
+        own = {name: live.pop(name) for name in _OWN}
+        parts = {**freeze(live, into.parts if into is not None else None), **own}
         return Snapshot(
             step=step,
             attempt=attempt,

@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's own part of a tensor, detached: the local shard of a DTensor, any other tensor itself. No copy."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # then it is the shard itself, without a dispatch through DTensor
-            tensor = tensor.to_local()
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # then it is the shard itself, without a dispatch through DTensor
+                return tensor.to_local().detach()
+        tensor = tensor.to_local()
     return tensor.detach()
 
 
