@@ -120,10 +120,7 @@ class StepTable:
 
     def _told(self, name: str) -> bool:
         """Some rank has a value."""
-        if self.world_size > _SMALL_WORLD:
-            values = self.column(name)
-            return bool(values[0] == values[0]) or bool((values == values).any())
-        return not math.isnan(self._over_ranks(np.fmax, name))
+        return not math.isnan(self.block[INDEX[name], 0]) or not math.isnan(self._over_ranks(np.fmax, name))
 
     def ranks_flagged(self, flag: int) -> tuple[int, ...]:
         """Ranks that have set a bit of Flag, ascending."""
