@@ -40,8 +40,10 @@ def passing(rank: int, world: int, kinds: list[tuple[str, str]]) -> list[dict[st
     [
         [("ddp", "fp32"), ("ddp", "bf16")],
         pytest.param([("fsdp2", "fp32"), ("fsdp2", "bf16")], marks=pytest.mark.slow),
-        [("zero1", "bf16"), ("zero3", "fp32")],
-        pytest.param([("zero0", "fp32"), ("zero2", "fp32"), ("zero2", "bf16")], marks=pytest.mark.slow),
+        [("zero3", "fp32")],
+        pytest.param(
+            [(f"zero{n}", p) for n, p in ((0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"))], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda kinds: kinds[0][0],
 )

@@ -114,7 +114,7 @@ def disturbed(rank: int, world: int, workers: int, folder: str) -> tuple[dict[st
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_three_interruptions_inside_one_epoch_leave_no_trace(tmp_path: Path, workers: int):
     for rank, (twin, end, parts) in enumerate(run_ranks(disturbed, 2, workers, str(tmp_path / "run"), timeout=230)):
         assert [part["incidents"] for part in parts] == [1, 1] and parts[1]["applied"] == 10
