@@ -2,7 +2,7 @@
 
 decide(table)   the judge's findings; a second look at their place (second_look.py); the verdict; a probe of links where
                 the verdict asks for one; requests from outside (requests.py); all ranks show what they decided
-hold(...)       is a rank to run its window again before anything acts (rerun.py)? Then later
+hold(...)       is the window to run again before anything acts (rerun.py)? Then later
 resolve(...)    the decision, knowing what the second run has shown
 """
 
@@ -22,7 +22,7 @@ from resilient.coordinator.fingerprints import Fingerprints
 from resilient.coordinator.judge import Judge, Judgement
 from resilient.coordinator.outer import Outer
 from resilient.coordinator.requests import granted
-from resilient.coordinator.rerun import OriginProbe, Refused, Rerun
+from resilient.coordinator.rerun import FOR_GOOD, OriginProbe, Refused, Rerun
 from resilient.coordinator.second_look import SecondLook
 from resilient.diagnosis import wants_confirmation, wants_probe
 from resilient.engines.base import Engine
@@ -111,14 +111,12 @@ class Inquiry:
 
     def hold(self, judgement: Judgement, table: Exchanged, window: Window) -> Refused | None:
         """The window that is to run again before anything is done about its step."""
-        if judgement.verdict is None or judgement.decision.action == "apply":
+        if judgement.verdict is None:
             return None
-        suspected = self.rerun.confirm(judgement, table, window, wants_confirmation(judgement.verdict))
-        if (
-            suspected is not None or judgement.decision.action == "skip"
-        ):  # which leaves the weights: looked at afterwards
-            return suspected
-        return self.rerun.origin(judgement, table, window, self._judge.ladder.refused_in_a_row == 0)
+        refused = self.rerun.confirm(judgement, table, window, wants_confirmation(judgement.verdict))
+        if refused is None and judgement.decision.action in FOR_GOOD:  # after a skip there is time to look
+            refused = self.rerun.origin(judgement, table, window, self._judge.ladder.refused_in_a_row == 0)
+        return refused
 
     def resolve(self, refused: Refused, confirmation: Confirmation | None) -> Judgement:
         """The first run of a held step judged again, knowing what the second has shown of the suspect, if there is one.

@@ -38,7 +38,7 @@ from resilient.engines.base import Engine, Taps
 from resilient.signals import Confirmation, Exchanged, Kind, StepRecord, StepTable
 
 _MOST_BYTES = 256 << 20
-_FOR_GOOD = ("rollback", "stop")  # the weights that the window met are gone afterwards
+FOR_GOOD = ("rollback", "stop")  # the weights that the window met are gone afterwards
 
 
 class OriginProbe(Protocol):
@@ -129,11 +129,11 @@ class Rerun:
         """The window, if it is worth a look at where its NaN began: after a skip, but before weights are given back or the
         run ends. first: of a row of refusals."""
         decision = judgement.decision
-        worth = _nonfinite(judgement) and first and decision.action in ("skip", *_FOR_GOOD) and decision.incident
+        worth = _nonfinite(judgement) and first and decision.action in ("skip", *FOR_GOOD) and decision.incident
         if not worth or self._origins == 0 or self._begin is None:
             return None
         self._origins -= 1
-        return Refused(judgement, table, window, self._begin, probed=True, held=decision.action in _FOR_GOOD)
+        return Refused(judgement, table, window, self._begin, probed=True, held=decision.action in FOR_GOOD)
 
     def confirm(self, judgement: Judgement, table: Exchanged, window: Window, suspect: int | None) -> Refused | None:
         """The window, if the step is to be held while `suspect` is run again."""

@@ -346,14 +346,13 @@ class Saver:
 
 def _structure(state: Any) -> Any:
     """Keys and shapes of a nested state, without its values."""
-    kind = type(state)
-    if kind is torch.Tensor:
+    if isinstance(state, torch.Tensor):
         return state.shape
-    if kind is dict:
+    if isinstance(state, dict):
         return list(state), [_structure(value) for value in state.values()]
-    if kind is list or kind is tuple:
-        tensors = not PLAIN.issuperset(map(type, state))
-        return [_structure(value) for value in state] if tensors else len(state)
+    if isinstance(state, list | tuple):
+        plain = PLAIN.issuperset(map(type, state))
+        return len(state) if plain else [_structure(value) for value in state]
     return None
 
 

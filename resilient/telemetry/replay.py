@@ -39,7 +39,7 @@ class ReplayCheck:
         if kind == "resume":
             self._seen, self._expected = [], {}
             if not fields.get("changes") and not fields.get("absent"):
-                self._expected = recorded(read_steps(self._run.steps, last_bytes=_TAIL), int(fields["step"]))
+                self._expected = _recorded(read_steps(self._run.steps, last_bytes=_TAIL), int(fields["step"]))
 
     def step(self, report: StepReport) -> None:
         was = self._expected.pop(report.step, None)
@@ -51,16 +51,17 @@ class ReplayCheck:
         else:
             self._seen.append((report, float(was["loss"])))
         if not self._expected and self._seen:
-            self._compare(self._seen)
-            self._seen = []
+            seen, self._seen = self._seen, []
+            self._compare(seen)
 
     def _compare(self, seen: Sequence[tuple[StepReport, float]]) -> None:
         steps = [report.step for report, _ in seen]
         self._tell("replay", {"steps": steps, "exact": all(report.loss == was for report, was in seen)})
-        first = steps[0]
         for report, was in seen:
             if abs(report.loss - was) > _APART * max(abs(was), abs(report.loss)):
-                part = "weights, buffers, data or random streams" if report.step == first else "the optimizer's state"
+                part = (
+                    "weights, buffers, data or random streams" if report.step == steps[0] else "the optimizer's state"
+                )
                 message = (
                     f"step {report.step} is not what it was before the restart: loss {number(report.loss)}, it was "
                     f"{number(was)} with the same data and LR; what was resumed from lacks something ({part}), or the code "
@@ -79,7 +80,7 @@ class ReplayCheck:
         """Nothing is held."""
 
 
-def recorded(rows: Sequence[Mapping[str, Any]], resumed_from: int) -> dict[int, Mapping[str, Any]]:
+def _recorded(rows: Sequence[Mapping[str, Any]], resumed_from: int) -> dict[int, Mapping[str, Any]]:
     """Step -> its newest row, of the steps right after that one which were applied with a finite loss, without a gap."""
     newest = {int(row["step"]): row for row in rows}
     found = {}

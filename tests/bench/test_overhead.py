@@ -12,8 +12,7 @@ from resilient.bench.overhead import MODES, Spent, checks, compared, judge_at, m
 
 
 def test_the_judge_is_timed_on_simulated_ranks():
-    one = judge_at(64, 5, rounds=2)
-    assert 0 < one["lowest"] <= one["median"]
+    assert judge_at(64, 5) > 0
 
 
 def test_blocks_are_compared_in_pairs():
@@ -37,7 +36,7 @@ def found(extra: float, judge_us: float, collectives: float = 1.0) -> dict[str, 
         **{"parts": {"taps": {"cpu_us": 900.0}}, "collectives": collectives, "exchange_bytes": 1504},
         **{"check_cells": 8, "snapshot_mb": 38.4},
     }
-    return {"engines": {"ddp": one}, "judge_us": {"16384": {"lowest": judge_us, "median": 2 * judge_us}}}
+    return {"engines": {"ddp": one}, "judge_us": {"16384": judge_us}}
 
 
 @pytest.mark.parametrize(
@@ -55,9 +54,7 @@ def test_bounds_missed_are_said(extra: float, judge_us: float, collectives: floa
 def test_the_exit_code_is_that_of_the_bounds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("resilient.bench.overhead.launch", lambda settings, nproc: found(0.1, 0.0)["engines"]["ddp"])  # type: ignore[index]
     for us, code in ((1999.0, 0), (2001.0, 1)):
-        monkeypatch.setattr(
-            "resilient.bench.overhead.judge_at", lambda world, steps, us=us: {"lowest": us, "median": us}
-        )
+        monkeypatch.setattr("resilient.bench.overhead.judge_at", lambda world, steps, us=us: us)
         assert main(["--worlds", "16384", "--format", "json"]) == code
         told = json.loads(capsys.readouterr().out)
         assert list(told["engines"]) == ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]

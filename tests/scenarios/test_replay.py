@@ -59,7 +59,7 @@ def test_steps_that_are_trained_again_are_what_they_were(tmp_path: Path, died_at
     assert not of(ear, "warning")
 
 
-def fresh_weights(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def other_weights(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
@@ -71,7 +71,7 @@ def old_masters(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
         state["exp_avg"].neg_().mul_(30)
 
 
-@pytest.mark.parametrize(("damage", "step", "lacks"), [(fresh_weights, 5, "weights"), (old_masters, 6, "optimizer")])
+@pytest.mark.parametrize(("damage", "step", "lacks"), [(other_weights, 5, "weights"), (old_masters, 6, "optimizer")])
 def test_br08_a_load_that_lacks_something_is_told_within_two_steps(
     tmp_path: Path, damage: Damage, step: int, lacks: str
 ):

@@ -56,14 +56,12 @@ _described: WeakKeyDictionary[Stage, Description] = WeakKeyDictionary()
 def describe(stage: Stage) -> Description:
     """Made once: a snapshot must cost little more than the copy."""
     if stage not in _described:
-        module = stage.engine.module
         numbers = {id(p): i for i, p in enumerate(stage.parameters.values())}
         spans = {
             label: torch.tensor([(numbers[id(p)], *span) for p, *span in rows], dtype=torch.int64).reshape(-1, 4)
             for label, rows in _flat(stage)
         }
-        names = stage.names
-        every = module.named_parameters(remove_duplicate=False)
+        names, every = stage.names, stage.engine.module.named_parameters(remove_duplicate=False)
         _described[stage] = Description(spans, {name: names[id(p)] for name, p in every if names[id(p)] != name})
     return _described[stage]
 

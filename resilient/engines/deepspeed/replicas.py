@@ -48,11 +48,10 @@ class Replicas:
     @torch.no_grad()
     def digests(self, kind: str) -> Mapping[str, torch.Tensor]:
         """Name -> 0-dim int64 on the device, of this rank's values. Local, no host sync."""
-        module = self._engine.module
         if kind == "parameters":
             return parameter_digests(self._stage.parameters, self._stage.layers, self._device)
         if kind == "buffers":
-            return self._constant.now(dict(module.named_buffers())) if self._constant is not None else {}
+            return self._constant.now(dict(self._engine.module.named_buffers())) if self._constant is not None else {}
         return {**(self._moments() if self._stage.replicated else {}), **self._numbers()}
 
     def _moments(self) -> dict[str, torch.Tensor]:

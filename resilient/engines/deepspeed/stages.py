@@ -98,7 +98,7 @@ class Stage:
         at = gradient.data_ptr()
         owner = self._owners.get(at)
         if owner is None or owner.grad is None or owner.grad.data_ptr() != at:
-            self._owners = {p.grad.data_ptr(): p for p in self.engine.module.parameters() if p.grad is not None}
+            self._owners = {p.grad.data_ptr(): p for p in self.parameters.values() if p.grad is not None}
             owner = self._owners[at]
         return owner
 

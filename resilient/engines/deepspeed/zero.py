@@ -231,7 +231,7 @@ class ShardedStage(ZeroStage):
         """The last shard of a parameter is padded with uninitialised memory, which ends up in the masters. Zero stays
         zero under any optimizer here (its gradient is zero), so that equal runs have equal state, and no NaN hides."""
         optimizer = self.optimizer
-        for parameter in self.engine.module.parameters():
+        for parameter in self.parameters.values():
             size = parameter.partition_numel()  # type: ignore[attr-defined]
             _, used = _shard(parameter)
             parameter.ds_tensor.data[used:].zero_()  # type: ignore[attr-defined]
